@@ -1,5 +1,4 @@
-"""Tallies: observations and counts on their way to the library's series, added up until somebody
-looks.
+"""Histograms and counts of their own, which the library's registry reads when somebody looks.
 
 A histogram of the library takes locks for each observation and looks for its bucket in Python, and
 a counter takes a lock; streams bring hundreds of thousands a second, and a request ends with ten.
@@ -7,24 +6,31 @@ a counter takes a lock; streams bring hundreds of thousands a second, and a requ
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Metric
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 MOST_SEEN = 256  # observations that are not sorted yet
 
 
 class Tally:
-    """Feeds `histogram`; of one thread."""
+    """The observations of one series; of one thread."""
 
-    def __init__(self, histogram: Histogram) -> None:
-        self._histogram = histogram
-        self._bounds = histogram._upper_bounds[:-1]  # the last one has no bound
-        self._counts = [0] * len(histogram._upper_bounds)
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds` are the upper ones of the buckets, in order, without the infinite one."""
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)  # of each bucket alone
         self._sum = 0.0
         self._seen: list[float] = []
+        self._created = time.time()
 
     def observe(self, value: float) -> None:
         """One observation."""
@@ -50,16 +56,63 @@ class Tally:
         self._sum += sum(seen)
         seen.clear()
 
-    def flush(self) -> None:
-        """The histogram has all observations so far."""
+    def read(self) -> tuple[list[int], float, float]:
+        """How many observations were at most each bound, infinity being the last; the sum of all
+        of them; and when the series was made, in seconds since 1970."""
         self._sort()
-        histogram = self._histogram
-        for place, count in enumerate(self._counts):
-            if count:
-                histogram._buckets[place].inc(count)
-                self._counts[place] = 0
-        histogram._sum.inc(self._sum)
-        self._sum = 0.0
+        return list(accumulate(self._counts)), self._sum, self._created
+
+
+class HistogramCollector(Collector):
+    """A histogram of tallies, one for each combination of labels that was asked for."""
+
+    def __init__(
+        self, name: str, documentation: str, bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> None:
+        """`bounds` as of a Tally; `labels` are names. Raises ValueError for bounds that are out of
+        order or not finite."""
+        if sorted(set(bounds)) != list(bounds) or not all(map(math.isfinite, bounds)):
+            raise ValueError(f"{name}: the bounds are not finite or do not rise: {bounds}")
+        self._name = name
+        self._documentation = documentation
+        self._bounds = bounds
+        to_text: Callable[[float], str] = floatToGoString  # which carries no types
+        self._texts = [to_text(bound) for bound in (*bounds, math.inf)]
+        self._labels = tuple(labels)
+        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._tells_created = _tells_created()
+
+    def of(self, *labels: str) -> Tally:
+        """The tally of these values of the labels, which is told of from now on."""
+        assert len(labels) == len(self._labels), f"{self._name} has the labels {self._labels}"
+        return self._tallies.setdefault(labels, Tally(self._bounds))
+
+    def describe(self) -> Iterator[Metric]:
+        """The family without its series: the registry asks for names."""
+        yield self._family()
+
+    def collect(self) -> Iterator[Metric]:
+        """The family as it is just now; in the thread of the tallies."""
+        family = self._family()
+        for labels, tally in self._tallies.items():
+            counts, total, created = tally.read()
+            family.add_metric(
+                labels, list(zip(self._texts, map(float, counts), strict=True)), total
+            )
+            if self._tells_created:
+                named = dict(zip(self._labels, labels, strict=True))
+                family.add_sample(f"{self._name}_created", named, created)
+        yield family
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+
+
+@cache
+def _tells_created() -> bool:
+    """Whether the library's own series tell when they were made, which its users can turn off."""
+    (family,) = Counter("one", "One.", registry=None).collect()
+    return any(sample.name.endswith("_created") for sample in family.samples)
 
 
 class Count:

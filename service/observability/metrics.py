@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.errors import BY_CODE
 from engine.protocol.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
-from service.observability.histograms import Counts, Tally
+from service.observability.histograms import Counts, HistogramCollector, Tally
 from service.observability.merge import RestartsCollector, Snapshot
 from service.observability.outcomes import OUTCOMES
 
@@ -49,7 +49,7 @@ class Metrics:
         """What the gauges tell is asked of `load`, `restarts` and `engines`: how many requests each
         holds, None for one that is missing. `count` engines are meant to serve."""
         self.registry = CollectorRegistry()
-        self._tallies: list[Tally | Counts] = []  # of all histograms, and of what counts requests
+        self._all_counts: list[Counts] = []  # that the registry does not have yet
         self.first_tokens = self._histogram(
             "time_to_first_token_seconds",
             "From an HTTP request's arrival until its first token; "
@@ -85,15 +85,14 @@ class Metrics:
         self._answer_lengths = self._histogram(
             "request_generation_tokens", "Generated tokens of a request (not of scores).", TOKENS
         )
-        steps = Histogram(
-            "minserve_engine_step_seconds",
+        steps = self._histograms(
+            "engine_step_seconds",
             "Time of an engine step: what it spent on prompts, and on decoding.",
-            ["phase"],
-            buckets=STEP_SECONDS,
-            registry=self.registry,
+            STEP_SECONDS,
+            ("phase",),
         )
-        self._prefill_step = self._tally(steps.labels("prefill"))
-        self._decode_step = self._tally(steps.labels("decode"))
+        self._prefill_step = steps.of("prefill")
+        self._decode_step = steps.of("decode")
         self._release_seconds = self._histogram(
             "disconnect_release_seconds",
             "From a client's leaving until the engine had ended its request.",
@@ -154,18 +153,18 @@ class Metrics:
         self.registry.register(RestartsCollector(restarts))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Tally:
-        return self._tally(
-            Histogram(f"minserve_{name}", text, buckets=buckets, registry=self.registry)
-        )
+        return self._histograms(name, text, buckets).of()
 
-    def _tally(self, histogram: Histogram) -> Tally:
-        tally = Tally(histogram)
-        self._tallies.append(tally)
-        return tally
+    def _histograms(
+        self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+    ) -> HistogramCollector:
+        histogram = HistogramCollector(f"minserve_{name}", text, buckets, labels)
+        self.registry.register(histogram)
+        return histogram
 
     def _counts(self, counter: Counter) -> Counts:
         counts = Counts(counter)
-        self._tallies.append(counts)
+        self._all_counts.append(counts)
         return counts
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -342,8 +341,8 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """All series as they are just now."""
-        for tally in self._tallies:
-            tally.flush()
+        for counts in self._all_counts:
+            counts.flush()
         return Snapshot(self.registry)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from engine.client.client import RequestStream, StreamInbox, Update
 from engine.errors import EngineDead
@@ -19,7 +18,6 @@ from service.http.json_response import DONE, event
 from service.inference.event_template import HOLE, Template, parts_of
 from service.inference.generation import GenerationTask, Outcome, TaskRenderer, stream
 from service.inference.output_text import OutputText, Piece, grouped
-from service.observability.histograms import MOST_SEEN, Counts, Tally
 from service.text.stop import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer
 
@@ -145,45 +143,6 @@ def test_texts_that_are_clear_need_not_be_fed(texts: list[str], stops: list[str]
         assert (text if passes else spared.feed(text)) == expected
         assert fed.stopped == spared.stopped
     assert fed.flush() == spared.flush()
-
-
-@pytest.mark.parametrize(
-    "values", [[0.0], [0.5] * 3, [1.0], [1.5], [100.0], [9.0, 0.25, 2.0, 0.5] * MOST_SEEN]
-)
-def test_a_tally_feeds_its_histogram_as_observations_do(values: list[float]) -> None:
-    registry = CollectorRegistry()
-    direct = Histogram("direct", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
-    tallied = Histogram("tallied", "x", buckets=(0.5, 1.0, 2.0), registry=registry)
-    tally = Tally(tallied)
-    for _ in range(2):  # a flush counts nothing twice
-        for value in values:
-            direct.observe(value)
-            tally.observe(value)
-        for _ in range(2):
-            direct.observe(1.25)
-        tally.observe_times(1.25, 2)
-        tally.flush()
-
-    def samples(histogram: Histogram) -> list[tuple[str, dict[str, str], float]]:
-        (metric,) = histogram.collect()
-        kinds = ("_bucket", "_count", "_sum")
-        found = [(s.name.partition("_")[2], s.labels, s.value) for s in metric.samples]
-        return [sample for sample in found if f"_{sample[0]}" in kinds]
-
-    assert samples(direct) == samples(tallied) and samples(direct)
-
-
-def test_counts_feed_their_counter() -> None:
-    registry = CollectorRegistry()
-    counter = Counter("counted", "x", ["kind"], registry=registry)
-    counts = Counts(counter)
-    for so_far in (1, 2):  # a flush counts nothing twice
-        counts.of("a").value += 1
-        counts.of("b").value += 2
-        counts.flush()
-        counts.flush()
-        assert registry.get_sample_value("counted_total", {"kind": "a"}) == so_far
-        assert registry.get_sample_value("counted_total", {"kind": "b"}) == 2 * so_far
 
 
 async def test_an_inbox_tells_each_delivery_once_until_it_is_read() -> None:

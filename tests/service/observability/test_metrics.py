@@ -77,11 +77,13 @@ class Series(NamedTuple):
 
 
 def described() -> list[Series]:
-    """What the registry holds, by its own word."""
-    found = []
-    for collector in metrics().registry._collector_to_names:
-        labels = getattr(collector, "_labelnames", ())
-        (family,) = collector.describe() if hasattr(collector, "describe") else collector.collect()
+    """What the registry holds, by its own word, once every series with labels has a sample."""
+    told, found = metrics(), []
+    told.http_request("GET", "/health", 200, None, 0.0)
+    told.snapshot()  # it has reached the registry
+    for family in told.registry.collect():
+        labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
+        labels.pop("le", None)  # of a histogram's buckets
         found.append(Series(family.name, family.type, tuple(labels), family.documentation))
     return found
 
