@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from service.http.connection import Connection
@@ -104,14 +104,14 @@ class StrictRequest(Request):
                 return b"".join([*parts, body]) if parts else body
             parts.append(body)
 
-    def validated(self, model: type[Model]) -> Model:
-        """The body, which has been read, as `model`. Raises ApiError 400."""
+    def validated(self, validate: Callable[[Any], Model]) -> Model:
+        """The body, which has been read, as `validate` makes something of its JSON: a method of
+        pydantic's, which raises ValidationError. Raises ApiError 400."""
         body = self._body
         # Without a content-type it is taken for JSON.
         data = _parsed(body) if body and self._is_json() else body or None
         try:
-            found: Model = model.__pydantic_validator__.validate_python(data)
-            return found
+            return validate(data)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)) from error
 
@@ -211,6 +211,8 @@ class JsonRoute(APIRoute):
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
         takes_body = "POST" in (self.methods or ())
+        # Of pydantic's ways the one without a method in Python around it.
+        validate = None if model is None else TypeAdapter(model).validator.validate_python
         types = JSON if model is not None else BYTES if "content" in parameters else None
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
 
@@ -228,10 +230,10 @@ class JsonRoute(APIRoute):
             given: dict[str, Any] = {}
             if query is not None:
                 given["query"] = strict.queried(query)
-            if model is not None or "content" in parameters:
+            if validate is not None or "content" in parameters:
                 await strict.read_body(runtime.settings.receive_timeout)
-            if model is not None and not (optional and not await strict.body()):
-                given["body"] = strict.validated(model)
+            if validate is not None and not (optional and not await strict.body()):
+                given["body"] = strict.validated(validate)
             if "content" in parameters:
                 given["content"] = await strict.body()
             for name, provide in providers:
