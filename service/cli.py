@@ -32,9 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# typer keeps the base class of its command-line errors to itself (older releases: click's).
-_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
-
 
 @app.callback(invoke_without_command=True)
 def _without_command(context: typer.Context, version: options.Version = False) -> None:
@@ -316,8 +313,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     try:
         code: Any = app(args=arguments, prog_name="minserve", standalone_mode=False)
-    except _UsageError as usage:
-        terminal.error(usage.format_message())  # type: ignore[attr-defined]
+    except typer.TyperException as usage:
+        terminal.error(usage.format_message())
     except (EngineError, terminal_text.TextError, ImportError) as problem:
         # ImportError: no compiled operators
         terminal.error(str(problem))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from service import cli
 from service.settings import Settings
@@ -28,6 +29,24 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert err.startswith("minserve: error: ")
     assert err.count("\n") == 1
     return err
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [typer.BadParameter("7 is too many"), typer.TyperException("Could not open file 'x'")],
+    ids=["a bad parameter", "any other"],
+)
+def test_whatever_the_command_lines_library_finds_is_one_line(
+    problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not only what it calls a wrong use."""
+
+    def fail(**_: object) -> None:
+        raise problem
+
+    monkeypatch.setattr(cli, "app", fail)
+    message = str(problem.format_message())  # type: ignore[attr-defined]
+    assert refused(capsys, "serve") == f"minserve: error: {message}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS[:-1])
