@@ -31,6 +31,26 @@ ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long r
 LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
 
 
+class RequestsInFlight(set["InferenceRequest"]):
+    """The requests of a runtime that have not ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = asyncio.Event()  # set by the last one; who waits clears it before
+
+    def leave(self, request: InferenceRequest) -> None:
+        """The request has ended; whoever waits for the last one goes on."""
+        self.discard(request)
+        if not self:
+            self._ended.set()
+
+    async def ended(self) -> None:
+        """Returns when there are none."""
+        while self:
+            self._ended.clear()
+            await self._ended.wait()
+
+
 class InferenceRequest:
     """A context manager; on leaving it, requests that have not ended are aborted."""
 
@@ -39,7 +59,7 @@ class InferenceRequest:
         backend: EngineBackend,
         metrics: Metrics,
         places: AdmissionControl,
-        aloft: set[InferenceRequest],
+        aloft: RequestsInFlight,
         arrived: float,
         owner: str,
         least_priority: int,
@@ -77,7 +97,7 @@ class InferenceRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._aloft.discard(self)
+        self._aloft.leave(self)
         if self._reserved:
             self._release(self._reserved)
         self._leave()

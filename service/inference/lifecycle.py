@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, Literal
 
 from fastapi import Request
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 # Bytes that a snapshot may have beside its state; engine.cache.storage.snapshot knows better, but
 # later.
 SNAPSHOT_REST = 2**17
-LOOK_SECONDS = 0.02  # between looks at what is in flight
 UNREAD_SECONDS = 0.25  # between looks at what streams' readers are behind by
 
 
@@ -168,10 +168,15 @@ class Lifecycle:
         seconds is made to end with what it has. A request is in flight from its arrival on."""
         self.draining = True
         self.engines.hold()
-        deadline = asyncio.get_running_loop().time() + timeout
-        while self.flights and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(LOOK_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._all_ended()
         self.cut()
+
+    async def _all_ended(self) -> None:
+        """Returns when nothing is in flight, whichever runtime it began with."""
+        while busy := [runtime for runtime in self._generations if runtime.flights]:
+            await busy[0].flights.ended()
 
     def cut(self) -> None:
         """Ends everything in flight with what it has."""
@@ -237,8 +242,7 @@ class Lifecycle:
 
     async def _retire(self, runtime: Runtime) -> None:
         """Gives engines up when nothing is in flight there any more."""
-        while runtime.flights:
-            await asyncio.sleep(LOOK_SECONDS)
+        await runtime.flights.ended()
         await self._leave(self._generations.pop(runtime))
 
     async def _leave(self, generations: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from engine.client.interface import EngineBackend
 from engine.protocol.messages import ModelInfo
 from service.http.scope import RUNTIME
 from service.inference.admission_control import AdmissionControl
-from service.inference.inference_request import InferenceRequest
+from service.inference.inference_request import InferenceRequest, RequestsInFlight
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
@@ -38,7 +38,7 @@ class Runtime:
         self.chat = chat
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
-        self.flights: set[InferenceRequest] = set()  # those that have not ended
+        self.flights = RequestsInFlight()
         self.places = AdmissionControl(
             backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
         )

@@ -1,0 +1,99 @@
+"""What waits for the end of everything in flight goes on when the last request leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.inference.inference_request import RequestsInFlight
+from tests.service.harness import fake_runner, running, until
+from tests.service.inference.test_lifecycle import GENERATE, Connection
+from tests.service.inference.test_switch import SHORT, switching
+
+
+async def turns() -> None:
+    """A few of the event loop's, in which no clock moves anything."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_who_waits_is_woken_by_the_last_to_leave() -> None:
+    flights = RequestsInFlight()
+    await flights.ended()  # there are none
+    one, other, late = (_request(name) for name in ("one", "other", "late"))
+    flights.update((one, other))
+    waiting = [asyncio.create_task(flights.ended()) for _ in range(2)]
+    await turns()
+    flights.leave(one)
+    await turns()
+    assert not any(task.done() for task in waiting)
+    flights.leave(other)
+    flights.add(late)  # before they have had their turn
+    await turns()
+    assert not any(task.done() for task in waiting)
+    waiting.append(asyncio.create_task(flights.ended()))
+    await turns()
+    flights.leave(late)
+    await turns()
+    assert all(task.done() for task in waiting) and not flights
+
+
+async def test_a_wait_that_is_given_up_changes_nothing_for_others() -> None:
+    flights = RequestsInFlight()
+    request = _request("one")
+    flights.add(request)
+    given_up, waiting = (asyncio.create_task(flights.ended()) for _ in range(2))
+    await turns()
+    given_up.cancel()
+    await turns()
+    assert not waiting.done()
+    flights.leave(request)
+    await turns()
+    assert waiting.done() and given_up.cancelled()
+
+
+def _request(name: str) -> Any:
+    """Anything that can be told from others."""
+    return name
+
+
+@pytest.mark.parametrize("busy", [1, 3])
+async def test_a_drain_is_over_with_its_last_request(byte_folder: Path, busy: int) -> None:
+    async with running(fake_runner(byte_folder)) as service:
+        held = [Connection(GENERATE, SHORT) for _ in range(busy)]
+        for connection in held:
+            connection.uploaded.clear()
+        answers = [
+            asyncio.create_task(service.app(one.scope, one.receive, one.send)) for one in held
+        ]
+        await until(lambda: len(service.lifecycle.flights) == busy)
+        drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
+        for connection, answer in zip(held, answers, strict=True):
+            await turns()
+            assert not drain.done()
+            connection.uploaded.set()
+            await answer
+        await turns()
+        assert drain.done()
+
+
+async def test_an_engine_is_left_with_its_last_request(byte_folder: Path) -> None:
+    async with switching() as (service, script):
+        await script.serve("old", byte_folder)
+        await until(lambda: script.used == [0])
+        connection = Connection(GENERATE, SHORT)
+        connection.uploaded.clear()
+        answer = asyncio.create_task(
+            service.app(connection.scope, connection.receive, connection.send)
+        )
+        await until(lambda: service.lifecycle.flights)
+        await script.serve("new", byte_folder)
+        await until(lambda: script.used == [0, 1])
+        assert script.left == []
+        connection.uploaded.set()
+        await answer
+        await turns()
+        assert script.left == [0]
