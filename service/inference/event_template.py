@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from service.http.json_response import encode, event
 from service.text.token_texts import PlainTexts
@@ -39,20 +38,19 @@ class Parts(dict[int, bytes]):
         return b'%b,"token_ids":%b' % (text, encode(list(tokens))) if self._ids else text
 
 
-# Of each tokenizer: its parts of texts alone, and of texts with ids.
-_parts: WeakKeyDictionary[Tokenizer, tuple[Parts, Parts]] = WeakKeyDictionary()
+class TokenParts:
+    """The parts of a tokenizer's tokens; all streams of a model share them."""
 
+    def __init__(self, texts: PlainTexts) -> None:
+        self.texts = Parts(texts, ids=False)
+        self.with_ids = Parts(texts, ids=True)
 
-def parts_of(tokenizer: Tokenizer | None, *, ids: bool) -> Parts | None:
-    """The parts of a tokenizer's tokens: the text, and with `ids` the field `token_ids` after it.
-    None where texts of tokens depend on their neighbours."""
-    if tokenizer is None or tokenizer.plain_texts is None:
-        return None
-    both = _parts.get(tokenizer)
-    if both is None:
-        texts = tokenizer.plain_texts
-        both = _parts[tokenizer] = (Parts(texts, ids=False), Parts(texts, ids=True))
-    return both[ids]
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None) -> TokenParts | None:
+        """None where texts of tokens depend on their neighbours."""
+        if tokenizer is None or tokenizer.plain_texts is None:
+            return None
+        return cls(tokenizer.plain_texts)
 
 
 class Template:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -19,8 +19,6 @@ from service.inference.admission_control import AdmissionControl
 from service.observability.metrics import Metrics
 from service.observability.traces import Trace
 
-_tasks: set[asyncio.Task[None]] = set()
-
 # What a request brought: its position among the flight's requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
@@ -32,10 +30,12 @@ LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late wit
 
 
 class RequestsInFlight(set["InferenceRequest"]):
-    """The requests of a runtime that have not ended."""
+    """The requests of a runtime that have not ended, and what is still to do for those that
+    have."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._afterwards: set[asyncio.Task[None]] = set()  # which the loop itself would forget
         self._ended = asyncio.Event()  # set by the last one; who waits clears it before
 
     def leave(self, request: InferenceRequest) -> None:
@@ -44,9 +44,24 @@ class RequestsInFlight(set["InferenceRequest"]):
         if not self:
             self._ended.set()
 
+    def follow_up(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does what a request that has ended leaves to do; it counts as in flight until then."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._afterwards.add(task)
+        task.add_done_callback(self._followed_up)
+
+    def _followed_up(self, task: asyncio.Task[None]) -> None:
+        self._afterwards.discard(task)
+        self._ended.set()
+
+    @property
+    def all_ended(self) -> bool:
+        """There are none, and nothing is left to do for any."""
+        return not (self or self._afterwards)
+
     async def ended(self) -> None:
-        """Returns when there are none."""
-        while self:
+        """Returns when all have ended."""
+        while not self.all_ended:
             self._ended.clear()
             await self._ended.wait()
 
@@ -104,9 +119,7 @@ class InferenceRequest:
         self._open.clear()
         self._inbox.close()
         if self._borrowed:
-            task = asyncio.get_running_loop().create_task(self._give_back())
-            _tasks.add(task)  # which the loop itself would forget
-            task.add_done_callback(_tasks.discard)
+            self._aloft.follow_up(self._give_back())
 
     def keeps_apart(self, id: str, other: str) -> bool:
         """As `EngineBackend.keeps_apart`, of this request's owner."""

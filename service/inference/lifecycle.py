@@ -175,7 +175,7 @@ class Lifecycle:
 
     async def _all_ended(self) -> None:
         """Returns when nothing is in flight, whichever runtime it began with."""
-        while busy := [runtime for runtime in self._generations if runtime.flights]:
+        while busy := [one for one in self._generations if not one.flights.all_ended]:
             await busy[0].flights.ended()
 
     def cut(self) -> None:

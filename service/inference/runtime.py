@@ -11,6 +11,7 @@ from engine.client.interface import EngineBackend
 from engine.protocol.messages import ModelInfo
 from service.http.scope import RUNTIME
 from service.inference.admission_control import AdmissionControl
+from service.inference.event_template import TokenParts
 from service.inference.inference_request import InferenceRequest, RequestsInFlight
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -30,12 +31,14 @@ class Runtime:
         info: ModelInfo,
         tokenizer: Tokenizer | None,
         chat: ChatTemplate,
+        parts: TokenParts | None,
     ) -> None:
         self.backend = backend
         self.settings = settings
         self.info = info
         self.tokenizer = tokenizer
         self.chat = chat
+        self.parts = parts  # of the tokenizer's tokens, for events rendered ahead
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
         self.flights = RequestsInFlight()
@@ -58,8 +61,9 @@ class Runtime:
         info = await backend.ready()
         if before is None or not before.shares(backend):
             tokenizer, chat = await load_text(info)
-            return cls(backend, settings, metrics, info, tokenizer, chat)
-        runtime = cls(backend, settings, metrics, info, before.tokenizer, before.chat)
+            return cls(backend, settings, metrics, info, tokenizer, chat, TokenParts.of(tokenizer))
+        text = before.tokenizer, before.chat, before.parts
+        runtime = cls(backend, settings, metrics, info, *text)
         runtime.loaded_at = before.loaded_at  # the model is the same
         return runtime
 

@@ -12,7 +12,7 @@ from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse, event, render
 from service.http.scope import REQUEST_ID
-from service.inference.event_template import HOLE, Template, parts_of
+from service.inference.event_template import HOLE, Template
 from service.inference.generation import GenerationTask, Outcome, gather, stream
 from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
@@ -241,7 +241,7 @@ def _stream(
     def render_error(index: int, error: Exception) -> bytes:
         return event({"id": answer_id, **_failed(index, error)})
 
-    parts = parts_of(runtime.tokenizer, ids=True)
+    parts = None if runtime.parts is None else runtime.parts.with_ids
 
     def template_of(index: int) -> Template | None:
         if parts is None:

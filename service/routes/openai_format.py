@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from service.http.json_response import event
-from service.inference.event_template import HOLE, Template, parts_of
+from service.inference.event_template import HOLE, Template
 from service.inference.generation import GenerationTask
 from service.inference.output_text import OutputText, total_usage
 from service.inference.runtime import Runtime
@@ -40,7 +40,7 @@ class OpenAIView(ABC):
             "model": runtime.model_name,
         }
         self._begun: set[int] = set()  # choices that have had their first event
-        self._parts = parts_of(self._tokenizer, ids=False)
+        self._parts = None if runtime.parts is None else runtime.parts.texts
 
     def last(self, answers: list[OutputText]) -> bytes:
         """The usage chunk, where it is asked for."""

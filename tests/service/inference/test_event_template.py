@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +16,17 @@ from engine.errors import EngineDead
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
 from service.http.json_response import DONE, event
-from service.inference.event_template import HOLE, Template, parts_of
+from service.inference.event_template import HOLE, Template, TokenParts
 from service.inference.generation import GenerationTask, Outcome, TaskRenderer, stream
 from service.inference.output_text import OutputText, Piece, grouped
+from service.inference.runtime import Runtime
 from service.text.stop import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer
+from tests.service.harness import fake_runner, running
+from tests.tokenizer_types import metaspace_first
 
 TOKENIZER = Tokenizer(byte_level_tokenizer())
+PARTS = TokenParts.of(TOKENIZER)
 END = 256  # a special token: no text
 TEXT = 'ab"\n\\<é€😀\x00'.encode()
 # Bytes of whole characters, cut anywhere, and such as are none.
@@ -111,9 +116,8 @@ def _content(group: list[Piece]) -> dict[str, Any]:
 def test_a_template_changes_nothing(
     runs: list[list[int]], stops: list[str], interval: int, tapped: bool
 ) -> None:
-    parts = parts_of(TOKENIZER, ids=True)
-    assert parts is not None
-    template = Template({"text": HOLE, "finish": None}, parts)
+    assert PARTS is not None
+    template = Template({"text": HOLE, "finish": None}, PARTS.with_ids)
     expected = _events(runs, stops, interval, None, tapped=False)
     assert _events(runs, stops, interval, template, tapped) == expected
 
@@ -183,3 +187,35 @@ async def test_an_inbox_whose_reader_was_cancelled_keeps_its_news() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await inbox.next() == [delivery]
+
+
+async def test_streams_of_a_model_share_what_is_rendered(byte_folder: Path) -> None:
+    """Those of one application; another one has its own."""
+    body = {"prompts": ["abc"], "max_tokens": 4, "temperature": 0}
+    async with running(fake_runner(byte_folder)) as one, running(fake_runner(byte_folder)) as two:
+        parts, others = one.lifecycle.runtime.parts, two.lifecycle.runtime.parts
+        assert parts is not None and others is not None
+        told = [await one.stream("/v1/generate", body) for _ in range(2)]
+        texts = ["".join(event["text"] for event in events) for events in told]
+        assert texts[0] == texts[1] == "defg"
+        known = dict(parts.with_ids)
+        assert known and not parts.texts  # nobody asked for events without ids
+        assert known == {id: b'"%c","token_ids":[%d]' % (id, id) for id in known}
+        assert not others.with_ids and not others.texts
+
+
+async def test_parts_stay_with_a_model_whose_engines_change(byte_folder: Path) -> None:
+    """Engines come and go; the tokenizer is the same."""
+    async with running(fake_runner(byte_folder)) as service:
+        runtime = service.lifecycle.runtime
+        settings = service.lifecycle.settings
+        metrics = service.lifecycle.metrics
+        again = await Runtime.load(runtime.backend, settings, metrics, runtime)
+        afresh = await Runtime.load(runtime.backend, settings, metrics)
+        assert again.parts is runtime.parts is not None
+        assert afresh.parts is not runtime.parts
+
+
+def test_tokens_whose_texts_depend_on_others_have_no_parts() -> None:
+    assert TokenParts.of(None) is None
+    assert TokenParts.of(Tokenizer(metaspace_first())) is None

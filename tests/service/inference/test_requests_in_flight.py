@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.client.client import EngineClient
+from engine.protocol.messages import StateAction, StateReply
 from service.inference.inference_request import RequestsInFlight
 from tests.service.harness import fake_runner, running, until
 from tests.service.inference.test_lifecycle import GENERATE, Connection
@@ -97,3 +99,72 @@ async def test_an_engine_is_left_with_its_last_request(byte_folder: Path) -> Non
         await answer
         await turns()
         assert script.left == [0]
+
+
+@pytest.mark.parametrize("ends", ["drain", "switch"])
+async def test_a_state_that_was_brought_along_is_given_back_first(
+    byte_folder: Path, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a drain is over, and before the engine that has the state is left."""
+    may_delete = asyncio.Event()
+    ask_state = EngineClient.ask_state
+    deleted = []
+
+    async def slowly(self: EngineClient, action: StateAction, **fields: Any) -> StateReply:
+        if action != "delete":
+            return await ask_state(self, action, **fields)
+        await may_delete.wait()
+        reply = await ask_state(self, action, **fields)
+        deleted.append(reply)
+        return reply
+
+    monkeypatch.setattr(EngineClient, "ask_state", slowly)
+    async with switching() as (service, script):
+        client = await script.serve("old", byte_folder, host_rows=8)
+        await until(lambda: script.used == [0])
+        made = await service.post("/v1/states", {"prompt": "abc", "return_state": "snapshot"})
+        body = {**SHORT, "prompts": [""], "state": {"snapshot": made["snapshot"]}}
+        await service.post(GENERATE, body)
+        assert not service.lifecycle.flights and client.stats.load().states == 1
+        if ends == "drain":
+            ending = asyncio.create_task(service.lifecycle.drain(timeout=30))
+        else:
+            await script.serve("new", byte_folder)
+            await until(lambda: script.used == [0, 1])
+            ending = asyncio.create_task(until(lambda: script.left == [0]))
+        await asyncio.sleep(0.1)
+        assert not ending.done() and script.left == []
+        may_delete.set()
+        await asyncio.wait_for(ending, 10)
+        assert len(deleted) == 1
+
+
+async def test_a_drain_does_not_wait_for_an_engine_that_does_not_answer(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No longer than for requests."""
+    flights = RequestsInFlight()
+    never: asyncio.Event = asyncio.Event()
+
+    async def work() -> None:
+        await never.wait()
+
+    async with running(fake_runner(byte_folder)) as service:
+        monkeypatch.setattr(service.lifecycle.runtime, "flights", flights)
+        flights.follow_up(work())
+        await asyncio.wait_for(service.lifecycle.drain(timeout=0.05), 10)
+        assert not flights.all_ended
+        never.set()
+        await asyncio.wait_for(flights.ended(), 10)
+
+
+async def test_follow_ups_that_fail_hold_nothing_up() -> None:
+    flights = RequestsInFlight()
+
+    async def fail() -> None:
+        raise RuntimeError("not told to anybody")
+
+    flights.follow_up(fail())
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    await asyncio.wait_for(flights.ended(), 10)
+    assert flights.all_ended
