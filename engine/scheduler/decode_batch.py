@@ -5,8 +5,9 @@ the other before the results of the first are here. Every sequence has a row of 
 as it is here: rows that have ended go to others. What the device draws is known later, so there are
 two moments: that of the plans, in which sequences join and leave, and that of the results.
 
-Steps are counted from the batch's first one. What a row draws is put down in the TokenRing, and its
-sequence is brought up to date when it ends, or leaves for another reason.
+Steps are counted from the batch's first one. What a round brings is put down in the TokenRing at
+once, for all rows, and what belongs to one sequence is read when it ends, or leaves for another
+reason: so a round costs the host next to nothing per row.
 """
 
 from __future__ import annotations
@@ -17,13 +18,55 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Hashable
 
+import numpy as np
+
 from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import ID_BYTES, Run, unpack_ids
 from engine.protocol.sampling_params import is_adjusted, is_greedy
 from engine.scheduler.output import StepOutput
-from engine.scheduler.token_ring import TURN_STEPS, TokenRing
 from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, Drawn, StepPlan
+
+RING_STEPS = 1024  # that are kept: who is behind by more has lost tokens
+# No power of two: else all rows' lines would want the same place of the cache.
+RING_WIDTH = RING_STEPS + 16
+TURN_STEPS = RING_STEPS // 4  # who is behind by so many reads within as many more
+
+
+class TokenRing:
+    """The latest tokens of a batch's rows, until somebody wants them.
+
+    Steps are counted from the batch's first one.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = np.empty((0, RING_WIDTH), np.int32)
+        self.steps = 0  # that have been put down
+
+    def put(self, tokens: bytes, steps: int) -> None:
+        """What all rows drew in the next `steps` steps: int32 [rows, steps]."""
+        drawn = np.frombuffer(tokens, np.int32).reshape(-1, steps)
+        rows, known = drawn.shape[0], self._tokens.shape[0]
+        if rows > known:
+            more = np.empty((2 * rows - known, RING_WIDTH), np.int32)
+            self._tokens = np.concatenate([self._tokens, more])
+        at = self.steps % RING_STEPS
+        first = min(steps, RING_STEPS - at)
+        self._tokens[:rows, at : at + first] = drawn[:, :first]
+        if first < steps:
+            self._tokens[:rows, : steps - first] = drawn[:, first:]
+        self.steps += steps
+
+    def of(self, row: int, since: int) -> bytes:
+        """What a row drew from step `since` on, packed."""
+        assert 0 <= self.steps - since <= RING_STEPS, "tokens have been written over"
+        at, count = since % RING_STEPS, self.steps - since
+        first = min(count, RING_STEPS - at)
+        drawn = self._tokens[row, at : at + first].tobytes()
+        if first < count:
+            drawn += self._tokens[row, : count - first].tobytes()
+        return drawn
+
 
 _Listener = tuple[Hashable, int]  # a client, and how many best tokens it is told of
 

@@ -1,17 +1,25 @@
-"""How a step's prompt tokens are shared, so that neither owners nor prompts, long or short, starve.
+"""What a step may spend on prompts: tokens, by PrefillBudget, and admissions, by Intake.
 
-Owners have equal parts, which go round where there are fewer chunks than owners; what one of them
-leaves goes to the others. Of an owner's sequences the one that was admitted first gets half of its
-part, the others the rest, least remaining first; what they leave goes to the first again. A part of
-less than two chunks cannot be halved: then the first and the others take turns.
+Tokens are shared so that neither owners nor prompts, long or short, starve. Owners have equal
+parts, which go round where there are fewer chunks than owners; what one of them leaves goes to the
+others. Of an owner's sequences the one that was admitted first gets half of its part, the others
+the rest, least remaining first; what they leave goes to the first again. A part of less than two
+chunks cannot be halved: then the first and the others take turns.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
 marks, from which the count begins anew. Where all marks are such multiples too, they change nothing
 of where the scans combine carries.
+
+While the device works beside the host, to admit more than a few requests at once would keep it
+waiting for the host: now and, as they tend to end together, when they end. But all slots are to be
+taken within a few rounds, and to stay so: that is as many as have come free since others were
+admitted, and a part of those that were free before, or these would be for ever; but no more than
+the host and the graphs of prompts are good for.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 
 from engine.config import SCAN_CHUNK
@@ -105,3 +113,34 @@ class PrefillBudget:
             return min(needed, available)
         done = sequence.position - sequence.anchor
         return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
+
+
+ADMIT_AT_ONCE = 64
+ADMIT_PART = 1 / 16  # of the slots
+ADMIT_LEFT_PART = 1 / 8  # of those that were left
+MOST_ADMIT_PART = 3 / 32  # of the slots, however many are free
+
+
+class Intake:
+    """How many requests a plan admits at most, of a scheduler with `slots` slots, whose rounds
+    overlap with the host's work or do not."""
+
+    def __init__(self, slots: int, overlaps: bool) -> None:
+        self._slots = slots
+        self._overlaps = overlaps
+        self._left_free = 0  # when somebody was admitted last
+
+    def most(self, free: int) -> int:
+        """How many with so many free slots."""
+        if not self._overlaps:
+            return sys.maxsize
+        due = free - self._left_free + int(ADMIT_LEFT_PART * self._left_free)
+        return max(
+            ADMIT_AT_ONCE,
+            int(ADMIT_PART * self._slots),
+            min(due, int(MOST_ADMIT_PART * self._slots)),
+        )
+
+    def note(self, free: int) -> None:
+        """Some have been admitted, and left so many slots free."""
+        self._left_free = free

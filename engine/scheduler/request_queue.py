@@ -16,8 +16,11 @@ this is over.
 
 from __future__ import annotations
 
+import heapq
 import math
 import sys
+from collections import OrderedDict
+from typing import Generic, TypeVar
 
 from engine.cache.prefix_cache import Place
 from engine.cache.tiered_store import CachedState
@@ -26,8 +29,6 @@ from engine.errors import QueueFull, ShareFull
 from engine.lazy_heap import LazyHeap
 from engine.protocol.messages import Grammar
 from engine.protocol.queue_policy import QueueCounts
-from engine.scheduler.departure_rate import DepartureRate
-from engine.scheduler.fifo_by_key import Arrivals
 from engine.sequence import Sequence
 
 Awaited = Place | CachedState | Grammar
@@ -35,6 +36,98 @@ Awaited = Place | CachedState | Grammar
 OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
+MEMORY_SECONDS = 30.0  # after so long a departure counts for a third
+MOST_PACE_SECONDS = 3600.0  # that the mean is said to be
+FEW_LEFT = 64  # numbers of some that have left a FifoByKey may stay
+
+T = TypeVar("T")
+
+
+class DepartureRate:
+    """How quickly requests leave the queue, as seen lately.
+
+    That is the mean time from one departure to the next, while there is a queue. Departures come in
+    bursts (a batch ends as one), so time and departures are summed apart; both fade.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._departures = 0.0
+        self._noted_at = 0.0  # the latest departure, or when the queue was last empty
+
+    def restart(self, now: float) -> None:
+        """The queue was empty until now; that time tells nothing."""
+        self._noted_at = now
+
+    def note(self, departures: int, now: float) -> None:
+        """So many left just now."""
+        if departures == 0:
+            return
+        self._seconds, self._departures = self._faded(now)
+        self._departures += departures
+        self._noted_at = now
+
+    @property
+    def known(self) -> bool:
+        """There has been a departure."""
+        return self._departures > 0
+
+    def at_rest(self) -> float:
+        """Seconds per departure as of the latest one; 0 when there has been none."""
+        return self._seconds / self._departures if self.known else 0.0
+
+    def at(self, now: float) -> float:
+        """Seconds per departure, a standstill since the latest one included. Before the first one
+        that is how long it has been waited for."""
+        seconds, departures = self._faded(now)
+        if not self.known:
+            return min(seconds, MOST_PACE_SECONDS)
+        return min(seconds / max(departures, 1e-9), MOST_PACE_SECONDS)
+
+    def _faded(self, now: float) -> tuple[float, float]:
+        passed = max(now - self._noted_at, 0.0)
+        fade = math.exp(-passed / MEMORY_SECONDS)
+        return self._seconds * fade + passed, self._departures * fade
+
+
+class FifoByKey(Generic[T]):
+    """Items in the order of their arrival, by numbers that rise with it; they may leave, and come
+    back, in any. What comes, and what leaves, costs the same however many are here; only what comes
+    back costs O(log n)."""
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[int, T] = OrderedDict()  # those that have not been away
+        self._latest = -1  # of all that ever were among them
+        self._back: dict[int, T] = {}  # the others
+        self._numbers: list[int] = []  # theirs, as a heap; and of some that have left
+
+    def __len__(self) -> int:
+        return len(self._items) + len(self._back)
+
+    def add(self, number: int, item: T) -> None:
+        """Takes an item in, which is not in."""
+        if number > self._latest:
+            self._items[number] = item
+            self._latest = number
+        else:
+            self._back[number] = item
+            heapq.heappush(self._numbers, number)
+
+    def discard(self, number: int) -> None:
+        """Takes an item out, if it is in."""
+        if self._items.pop(number, None) is None and self._back.pop(number, None) is not None:
+            if len(self._numbers) > 2 * len(self._back) + FEW_LEFT:
+                self._numbers = sorted(self._back)  # which is a heap
+            while self._numbers and self._numbers[0] not in self._back:
+                heapq.heappop(self._numbers)
+
+    def first(self) -> T | None:
+        """The item of the least number; None when there is none."""
+        if self._back:
+            number = self._numbers[0]
+            if not self._items or number < next(iter(self._items)):
+                return self._back[number]
+        return next(iter(self._items.values()), None)
 
 
 class _OwnerQueue:
@@ -43,7 +136,7 @@ class _OwnerQueue:
     __slots__ = ("ready", "start", "waiting")
 
     def __init__(self) -> None:
-        self.ready: Arrivals[Sequence] = Arrivals()  # without those that are held
+        self.ready: FifoByKey[Sequence] = FifoByKey()  # without those that are held
         self.waiting = 0  # with them
         self.start = 0  # tokens that the owner has been given, as the level counts them
 

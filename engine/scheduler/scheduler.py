@@ -33,8 +33,7 @@ from engine.protocol.messages import (
 )
 from engine.protocol.validation import check_request
 from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
-from engine.scheduler.intake import Intake
-from engine.scheduler.prefill_budget import PrefillBudget
+from engine.scheduler.prefill_budget import Intake, PrefillBudget
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.request_table import RequestTable
 from engine.sequence import Sequence

@@ -15,9 +15,13 @@ from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
 from engine.lazy_heap import SPARE, LazyHeap
 from engine.protocol.messages import Request, SamplingParams, pack_ids
-from engine.scheduler.departure_rate import MEMORY_SECONDS, DepartureRate
-from engine.scheduler.fifo_by_key import Arrivals
-from engine.scheduler.request_queue import OTHERS_TURN, RequestQueue
+from engine.scheduler.request_queue import (
+    MEMORY_SECONDS,
+    OTHERS_TURN,
+    DepartureRate,
+    FifoByKey,
+    RequestQueue,
+)
 from engine.sequence import Sequence
 
 
@@ -394,7 +398,7 @@ def test_deadlines_tell_who_is_overdue(changes: list[tuple[int, float | None, fl
 
 @given(st.lists(st.integers(0, 12)))
 def test_arrivals_keep_their_order_though_some_were_away(moves: list[int]) -> None:
-    arrivals: Arrivals[str] = Arrivals()
+    arrivals: FifoByKey[str] = FifoByKey()
     here: set[int] = set()
     away: list[int] = []
     latest = 0

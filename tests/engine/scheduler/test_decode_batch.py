@@ -1,4 +1,4 @@
-"""What rows drew is there until it is written over, wherever it lies."""
+"""TokenRing: what rows drew is there until it is written over, wherever it lies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.scheduler.token_ring import STEPS, TokenRing
+from engine.scheduler.decode_batch import RING_STEPS, TokenRing
 
 
 def test_every_row_reads_what_it_drew_since_whenever() -> None:
@@ -24,10 +24,10 @@ def test_every_row_reads_what_it_drew_since_whenever() -> None:
         history.put(drawn.tobytes(), steps)
         assert history.steps == all_tokens.shape[1]
         row = chance.randrange(rows)
-        since = history.steps - chance.randint(0, min(STEPS, steps))
+        since = history.steps - chance.randint(0, min(RING_STEPS, steps))
         assert history.of(row, since) == all_tokens[row, since:].tobytes()
-        long = max(0, history.steps - STEPS)
+        long = max(0, history.steps - RING_STEPS)
         assert history.of(0, long) == all_tokens[0, long:].tobytes()
-    assert history.steps > 4 * STEPS
+    assert history.steps > 4 * RING_STEPS
     with pytest.raises(AssertionError, match="written over"):
-        history.of(0, history.steps - STEPS - 1)
+        history.of(0, history.steps - RING_STEPS - 1)

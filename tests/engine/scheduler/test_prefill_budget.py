@@ -1,10 +1,10 @@
-"""Intake: few at once, but as many as come free."""
+"""Intake: few requests at once, but as many as come free."""
 
 from __future__ import annotations
 
 import sys
 
-from engine.scheduler.intake import Intake
+from engine.scheduler.prefill_budget import Intake
 
 
 def test_alone_the_device_takes_all() -> None:
