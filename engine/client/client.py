@@ -16,9 +16,14 @@ from typing import Any
 
 import msgspec
 
-from engine.client.flush_timer import FlushTimer
 from engine.client.interface import State
-from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox, Update
+from engine.client.request_stream import (
+    FlushTimer,
+    ReadyStreams,
+    RequestStream,
+    StreamInbox,
+    Update,
+)
 from engine.client.socket_transport import Transport
 from engine.errors import (
     BY_CODE,

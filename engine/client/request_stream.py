@@ -1,24 +1,74 @@
-"""Deliveries: what has come of each request and has not been read yet.
+"""RequestStream: what has come of a request and has not been read yet.
 
 A RequestStream merges what comes between two reads, so that a slow reader costs memory for its own
 tokens only, and never holds up another. What the reader of a stream takes at a time is bounded; how
-much waits for it can be asked, so that it can be given up. Several deliveries can share an
-StreamInbox, from which one task reads all that have news in one go.
+much waits for it can be asked, so that it can be given up. Several streams can share a StreamInbox,
+from which one task reads all that have news in one go. A FlushTimer sees to it that readers who are
+not woken for every token have what there is after a moment all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
-from engine.client.flush_timer import FlushTimer
 from engine.errors import EngineError
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, unpack_ids
 
 MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
+MOST_HELD_SECONDS = 0.05  # that a token may be kept from its reader for the sake of others
+
+
+class Holder(Protocol):
+    """Something that keeps what has come from its reader."""
+
+    def release(self) -> None:
+        """Gives it what there is."""
+
+
+class FlushTimer:
+    """Readers that are not woken for every token, but not kept waiting for long either.
+
+    Releases what has been held for MOST_HELD_SECONDS; used on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[Holder, float] = {}  # by the loop's time, the earliest first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, holder: Holder) -> None:
+        """It holds something, since now if it did not before."""
+        if holder in self._until:
+            return
+        loop = asyncio.get_running_loop()
+        self._until[holder] = loop.time() + MOST_HELD_SECONDS
+        if self._timer is None:
+            self._timer = loop.call_later(MOST_HELD_SECONDS, self._release)
+
+    def discard(self, holder: Holder) -> None:
+        """It holds nothing."""
+        self._until.pop(holder, None)
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self._until.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _release(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        for holder, until in list(self._until.items()):
+            if until > now:
+                self._timer = loop.call_at(until, self._release)
+                return
+            del self._until[holder]
+            holder.release()
 
 
 class Update(msgspec.Struct):

@@ -1,5 +1,5 @@
-"""EngineProcess: one engine process in the care of a supervisor: its load, its pulse and its
-end."""
+"""EngineProcess: one engine process in the care of a supervisor: its load, its pulse and its end;
+and RestartPolicy, whether and when another one follows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 
 from engine.client.client import EngineClient
 from engine.client.socket_transport import ProcessTransport
@@ -18,6 +19,7 @@ from engine.supervisor.control_messages import EngineEndpoint
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between looks at whether it answers
+LONGEST_RESTART_WAIT = 30.0  # seconds
 
 
 class EngineProcess:
@@ -101,3 +103,37 @@ class EngineProcess:
         """Ends the process; what is unfinished is aborted. Idempotent."""
         self._closing = True
         await self._client.close()
+
+
+class RestartPolicy:
+    """How often, and how soon, an engine that died is started again.
+
+    At most `most` starts within `window` seconds; the first at once, the next after 1, 2, 4, ...
+    seconds. What is older than the window is forgotten.
+    """
+
+    def __init__(self, most: int, window: float) -> None:
+        self.most = most
+        self.window = window
+        self.total = 0  # ever
+        self._times: deque[float] = deque()
+
+    @property
+    def recent(self) -> int:
+        """Starts within the window, as of the latest one."""
+        return len(self._times)
+
+    def room_in(self, now: float) -> float:
+        """After how many seconds `wait` may allow another start that it has refused."""
+        return max(0.0, self._times[0] + self.window - now) if self._times else self.window
+
+    def wait(self, now: float) -> float | None:
+        """Counts one more start and tells how many seconds from now it is due; None: no more."""
+        while self._times and now - self._times[0] >= self.window:
+            self._times.popleft()
+        if len(self._times) >= self.most:
+            return None
+        seconds = min(2.0 ** (len(self._times) - 1), LONGEST_RESTART_WAIT) if self._times else 0.0
+        self._times.append(now + seconds)
+        self.total += 1
+        return seconds

@@ -29,8 +29,7 @@ from engine.errors import (
 from engine.protocol.messages import ModelInfo
 from engine.supervisor.api_registry import ApiRegistry, MemberPipe
 from engine.supervisor.control_messages import Down, Problem, Serve
-from engine.supervisor.engine_process import EngineProcess
-from engine.supervisor.restart_policy import RestartPolicy
+from engine.supervisor.engine_process import EngineProcess, RestartPolicy
 
 log = logging.getLogger(__name__)
 

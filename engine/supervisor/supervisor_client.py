@@ -1,15 +1,19 @@
 """SupervisorClient: an API process's end of a supervisor, and its connections to the engines that
-it is told of. What happens comes as events, one after the other."""
+it is told of. What happens comes as events, one after the other.
+
+A single API process has the supervisor in itself, and a LocalSupervisorClient, which runs that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.client.client import EngineClient
 from engine.client.interface import EngineBackend
@@ -18,7 +22,7 @@ from engine.client.router import EngineRouter
 from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.protocol.messages import ModelInfo
-from engine.supervisor.channel import Pipe, SocketPipe
+from engine.supervisor.channel import Pipe, SocketPipe, memory_pipe
 from engine.supervisor.control_messages import (
     Collect,
     ControlReply,
@@ -36,6 +40,9 @@ from engine.supervisor.control_messages import (
     Using,
     Welcome,
 )
+
+if TYPE_CHECKING:
+    from engine.supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -226,3 +233,35 @@ def remote_member(descriptor: int) -> SupervisorClient:
     """The member of a supervisor in the process that started this one (`ApiProcessPool`), which
     left the end of a pipe open here."""
     return SupervisorClient(SocketPipe(socket.socket(fileno=descriptor), ToMember))
+
+
+class LocalSupervisorClient(SupervisorClient):
+    """The one member of a supervisor in the same process, which it runs from its start to its
+    end."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._ruling: asyncio.Task[EngineError] | None = None
+        mine, theirs = memory_pipe()
+        super().__init__(mine)
+        self._theirs = theirs
+
+    async def start(self, collect: Callable[[], bytes] = bytes) -> None:
+        await super().start(collect)
+        self._supervisor.join(self._theirs)
+        self._ruling = asyncio.create_task(self._supervisor.run())
+
+    async def gather(self, own: bytes) -> list[bytes]:
+        """There are no others."""
+        return []
+
+    def hold(self) -> None:
+        self._supervisor.hold()
+
+    async def close(self) -> None:
+        if self._ruling is not None:
+            self._ruling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ruling
+        await super().close()
+        await self._supervisor.close()

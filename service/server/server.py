@@ -57,7 +57,7 @@ def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.sock
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _raise_file_limit()
     if len(listeners) == 1:
-        from engine.supervisor.local_supervisor_client import LocalSupervisorClient
+        from engine.supervisor.supervisor_client import LocalSupervisorClient
         from service.server.api_server import run_application
 
         failure = run_application(LocalSupervisorClient(supervisor), settings, listeners[0])

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.client import flush_timer as holding
+from engine.client import request_stream
 from engine.client.client import RequestStream, StreamInbox
-from engine.client.flush_timer import FlushTimer
-from engine.client.request_stream import MOST_TAKEN
+from engine.client.request_stream import MOST_TAKEN, FlushTimer
 from engine.errors import StepFailed
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
@@ -121,7 +120,7 @@ class Held:
 
 
 async def test_nothing_is_held_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "MOST_HELD_SECONDS", 0.03)
+    monkeypatch.setattr(request_stream, "MOST_HELD_SECONDS", 0.03)
     keeper, first, second, third = FlushTimer(), Held(), Held(), Held()
     begin = asyncio.get_running_loop().time()
     keeper.add(first)

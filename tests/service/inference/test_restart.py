@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.supervisor.restart_policy import LONGEST_WAIT, RestartPolicy
+from engine.supervisor.engine_process import LONGEST_RESTART_WAIT, RestartPolicy
 from tests.service.harness import save_byte_tokenizer
 from tests.service.process import Process, children, serving
 
@@ -227,4 +227,4 @@ def test_waits_grow_up_to_a_bound(most: int) -> None:
     restarts = RestartPolicy(most, window=1e9)
     waits = [restarts.wait(0) for _ in range(most)]
     assert waits[:6] == [0, 1, 2, 4, 8, 16]
-    assert max(wait for wait in waits if wait is not None) <= LONGEST_WAIT
+    assert max(wait for wait in waits if wait is not None) <= LONGEST_RESTART_WAIT

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.client import flush_timer as holding
+from engine.client import request_stream
 from tests.service.chat import chat_runner
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.inference.test_lifecycle import Connection
@@ -75,7 +75,7 @@ def most_events(interval: int) -> int:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens may be held for as long as it takes."""
-    monkeypatch.setattr(holding, "MOST_HELD_SECONDS", 1000.0)
+    monkeypatch.setattr(request_stream, "MOST_HELD_SECONDS", 1000.0)
 
 
 @pytest.mark.usefixtures("patient")
