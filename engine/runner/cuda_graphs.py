@@ -2,7 +2,9 @@
 
 A step of a small model, or of few tokens, is bound by launching its kernels, not by running them. A
 graph fixes shapes and addresses, so one is captured per bucket; a batch is padded up to its bucket
-with rows whose slot is negative, which every operator skips.
+with rows whose slot is negative, which every operator skips. Short steps have graphs of several:
+one that comes after another in a graph begins before that one has ended, and 1 to 3 us earlier than
+one that is a graph of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,11 @@ MOST_PADDING = 255
 # Padding sequences cost next to nothing but their row of logits. A scan finds its way among up to
 # 31 without searching.
 _PROMPT_CHUNKS = (4, 31, 127)
+
+# So many steps of a graph at most, and for about so long, half a round, since what is left of a
+# round is taken step by step.
+_MOST_GRAPH_STEPS = 8
+_GRAPH_SECONDS = 1e-3
 
 
 def buckets(max_batch: int, batches: Collection[int] | None = None) -> list[int]:
@@ -126,3 +133,54 @@ class BucketGraphs:
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1e3)
         return min(times)
+
+
+class StepGraphs:
+    """A decode step as a CUDA graph for each batch size, short ones also several at a time.
+
+    Graphs of `run(size)` and `clear(size)` as BucketGraphs has them, for each of `sizes`, rising;
+    `run` may be run on its own results.
+    """
+
+    def __init__(
+        self, run: Callable[[int], None], clear: Callable[[int], None], sizes: list[int]
+    ) -> None:
+        self._run = run
+        self._clear = clear
+        self._sizes = sizes
+        self._steps_of: dict[int, int] = {}  # by size, how many steps those of several have
+        self._single = BucketGraphs(run, clear, sizes)
+        self._several = BucketGraphs(self._run_steps, clear, [])
+
+    def capture(self, pool: Any) -> None:
+        """As BucketGraphs.capture."""
+        self._single.capture(pool)
+        steps = {size: steps_of_graph(self._single.seconds(size)) for size in self._sizes}
+        self._steps_of = {size: count for size, count in steps.items() if count > 1}
+        self._several = BucketGraphs(self._run_steps, self._clear, list(self._steps_of))
+        self._several.capture(pool)
+
+    def size_of(self, batch: int) -> int | None:
+        """As BucketGraphs.size_of."""
+        return self._single.size_of(batch)
+
+    def replay(self, size: int, steps: int) -> None:
+        """`run(size)`, so many times."""
+        together = self._steps_of.get(size, 1)
+        while together > 1 and steps >= together:
+            self._several.replay(size)
+            steps -= together
+        for _ in range(steps):
+            self._single.replay(size)
+
+    def _run_steps(self, size: int) -> None:
+        for _ in range(self._steps_of[size]):
+            self._run(size)
+
+
+def steps_of_graph(seconds: float) -> int:
+    """Of steps that take so long: the largest power of two within both limits."""
+    steps = 1
+    while 2 * steps <= _MOST_GRAPH_STEPS and 2 * steps * seconds <= _GRAPH_SECONDS:
+        steps *= 2
+    return steps

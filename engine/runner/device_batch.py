@@ -25,6 +25,7 @@ from engine.models.backends.selector import ModelBackend
 from engine.models.minrnn.cell import ModelState
 from engine.ops.upload import to_device
 from engine.protocol.logprobs import MOST_TOP, words_of_report
+from engine.runner.cuda_graphs import StepGraphs
 from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
@@ -39,7 +40,6 @@ from engine.runner.sampling.batch_rows import (
 )
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.sampler import SampleStep
-from engine.runner.step_graphs import StepGraphs
 from engine.step_plan import MOST_STEPS, DecodeRow, Drawn, StepPlan
 
 _WORDS = FILLED_WORDS + MOST_STEPS

@@ -1,14 +1,17 @@
 """GuidedSampler: steps in whose draws the host has a part, for grammars (and for more stop ids, or
 more best tokens, than the device sees to).
 
-The device computes logits, while the host asks the matchers of grammars for their masks; then the
-device draws, and the host takes in what was drawn before it can go on.
+A GuidedStep reads tokens into states and leaves logits. While the device is at that, the host asks
+the matchers of grammars for their masks; the step's second piece lays them on the logits and draws,
+and the host takes in what was drawn before it can go on. Both pieces are CUDA graphs where there
+are some, for what a step of few rows costs is what the host gives to the device. It does so in two
+copies: the columns of the rows, and the masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +19,202 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device import upload
-from engine.runner.guided_step import GuidedStep, Masks
-from engine.runner.sampling.sampler import Allowed, Rows, Sampler, SampleStep
+from engine.models.backends.selector import ModelBackend
+from engine.models.minrnn.cell import ModelState
+from engine.ops import copy_words_
+from engine.runner.cuda_graphs import BucketGraphs
+from engine.runner.sampling.batch_params import BatchSamplingParams
+from engine.runner.sampling.batch_rows import (
+    HostColumns,
+    SamplingRows,
+    columns,
+    host_columns,
+    sample_rows,
+)
+from engine.runner.sampling.logits_processors import LogitsProcessors
+from engine.runner.sampling.logprobs import report
+from engine.runner.sampling.sampler import ROW_WORDS, Allowed, Rows, Sampler, SampleStep
 from engine.step_plan import Admission, StepPlan
 from engine.structured_output.matchers import GrammarMatchers
 
+_MOST_PLACES = 8  # of sizes that are kept, where there are no graphs and so any size may come
+
+
+class Masks(NamedTuple):
+    """What grammars allow of some rows, on the host."""
+
+    of: NDArray[np.int32]  # [rows]: which mask a row has; negative: none
+    bits: NDArray[np.int32]  # [masks, words], words at least vocab / 32
+
+
+class _Place(NamedTuple):
+    """Where so many rows lie in the memory of all."""
+
+    at: SamplingRows
+    given: HostColumns
+    rows: tuple[Tensor, Tensor]  # the words of `at`, there and as they are given
+    mask_of: Tensor  # [size] int32
+    given_mask_of: NDArray[np.int32]
+    masks: Tensor  # [size, words] int32
+    given_masks: NDArray[np.int32]
+    begin: int  # the word at which mask_of begins, and behind it masks
+
+
+class GuidedStep:
+    """A decode step of rows in whose draws the host has a part, in two pieces: `begin` and `draw`.
+
+    Of up to `max_batch` rows. One step at a time: the next begins when its draws are known.
+    """
+
+    def __init__(
+        self,
+        model: ModelBackend,
+        state: ModelState,
+        max_batch: int,
+        vocab_size: int,
+        parameters: BatchSamplingParams,
+        adjustments: LogitsProcessors,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._state = state
+        self._parameters = parameters
+        self._adjustments = adjustments
+        # A bit for each token and for the end of a text, which matchers have too.
+        self.mask_words = vocab_size // 32 + 1
+        shape, on_gpu = max_batch * (ROW_WORDS + 1 + self.mask_words), device.type == "cuda"
+        self._memory = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._given = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._vocab_size = vocab_size
+        self._places: dict[int, _Place] = {}  # by size
+        self._logits: Tensor | None = None  # of all graphs
+        self._left: Tensor | None = None  # by `begin`
+        self._step_graphs: BucketGraphs | None = None
+        self._draw_graphs: BucketGraphs | None = None
+
+    def capture(self, sizes: list[int], pool: Any) -> None:
+        """Captures both pieces for batches of up to `sizes`, rising."""
+        shape = sizes[-1], self._vocab_size
+        self._logits = torch.zeros(shape, device=self._memory.device)
+        self._step_graphs = BucketGraphs(self._run_step, self._clear, sizes)
+        self._step_graphs.capture(pool)
+        self._draw_graphs = BucketGraphs(self._run_draw, self._clear, sizes)
+        self._draw_graphs.capture(pool)
+
+    def begin(self, rows: Rows) -> None:
+        """Reads a token into the state of each row."""
+        count = len(rows.keys)
+        place = self._place(self._size_for(count))
+        self._parameters.fill(
+            place.given,
+            np.array(rows.slots, np.int32),
+            positions=np.array(rows.positions, np.int64),
+            tokens=np.array(rows.tokens, np.int64),
+        )
+        there, given = place.rows
+        copy_words_(there, given)
+        graph = self._graph(self._step_graphs, count)
+        if graph is None:
+            self._left = self._model.step(place.at.tokens, self._state, place.at.slots)
+        else:
+            graph.replay(len(place.mask_of))
+            self._left = self._logits
+
+    def masks(self, rows: int, masked: int) -> Masks:
+        """Memory to fill before `draw`, of so many rows, of which `masked` have a mask."""
+        place = self._place(self._size_for(rows))
+        place.given_mask_of[:] = -1
+        return Masks(place.given_mask_of[:rows], place.given_masks[:masked])
+
+    def draw(self, rows: Rows, masks: Masks | None) -> SampleStep:
+        """Draws from what `begin` left; `masks` as they were filled."""
+        count, size = len(rows.keys), self._size_for(len(rows.keys))
+        place, raw, self._left = self._place(size), self._left, None
+        assert raw is not None
+        if masks is not None:
+            words = slice(place.begin, place.begin + size + masks.bits.size)
+            self._memory[words].copy_(self._given[words], non_blocking=True)
+        graph = self._graph(self._draw_graphs, count)
+        if graph is not None:
+            if masks is None:
+                place.mask_of.fill_(-1)
+            graph.replay(size)
+        else:
+            logits = raw
+            if masks is not None:
+                logits = raw.clone()
+                self._adjust(logits, place, place.masks[: len(masks.bits)], place.mask_of)
+            elif self._adjustments.concern(rows.slots):
+                logits = raw.clone()
+                self._adjust(logits, place)
+            sample_rows(logits, place.at)
+        tokens = place.at.out[0, :count]
+        reported = report(raw[:count], tokens, self._parameters.asked(rows.slots))
+        return SampleStep(rows.keys, self._memory, size, tokens, reported)
+
+    def _size_for(self, rows: int) -> int:
+        size = None if self._step_graphs is None else self._step_graphs.size_of(rows)
+        return size or rows
+
+    @staticmethod
+    def _graph(graphs: BucketGraphs | None, rows: int) -> BucketGraphs | None:
+        return graphs if graphs is not None and graphs.size_of(rows) is not None else None
+
+    def _place(self, size: int) -> _Place:
+        place = self._places.get(size)
+        if place is None:
+            if self._step_graphs is None and len(self._places) == _MOST_PLACES:
+                self._places.clear()
+            place = self._places[size] = self._make_place(size)
+        return place
+
+    def _make_place(self, size: int) -> _Place:
+        begin = ROW_WORDS * size
+        end = begin + size * (1 + self.mask_words)
+        there, given = self._memory[begin:end], self._given[begin:end]
+        return _Place(
+            at=columns(self._memory[:begin], size),
+            given=host_columns(self._given[:begin], size),
+            rows=(self._memory[:begin], self._given[:begin]),
+            mask_of=there[:size],
+            given_mask_of=given[:size].numpy(),
+            masks=there[size:].view(size, self.mask_words),
+            given_masks=given[size:].view(size, self.mask_words).numpy(),
+            begin=begin,
+        )
+
+    def _clear(self, size: int) -> None:
+        place = self._place(size)
+        self._memory.zero_()
+        place.at.slots.fill_(-1)
+        place.mask_of.fill_(-1)
+
+    def _run_step(self, size: int) -> None:
+        at = self._place(size).at
+        assert self._logits is not None
+        self._logits[:size].copy_(self._model.step(at.tokens, self._state, at.slots))
+
+    def _run_draw(self, size: int) -> None:
+        place = self._place(size)
+        assert self._logits is not None
+        logits = self._logits[:size].clone()
+        self._adjust(logits, place, place.masks, place.mask_of)
+        sample_rows(logits, place.at)
+
+    def _adjust(
+        self,
+        logits: Tensor,
+        place: _Place,
+        masks: Tensor | None = None,
+        mask_of: Tensor | None = None,
+    ) -> None:
+        at = place.at
+        self._adjustments.apply(logits, at.tokens, at.slots, at.positions, masks, mask_of)
+
 
 class GuidedSampler:
-    """Of one model; sequences are known from `admit` to `release`."""
+    """The guided steps of one model and the draws after its prompts; sequences are known from
+    `admit` to `release`."""
 
     def __init__(
         self, step: GuidedStep, sampler: Sampler, constraints: GrammarMatchers, device: torch.device

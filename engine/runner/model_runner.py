@@ -28,8 +28,7 @@ from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
 from engine.runner.device_batch import DeviceBatch, Round, to_drawn
 from engine.runner.device_events import DeviceEvent, EventPool
-from engine.runner.guided_decoding import GuidedSampler, rows_of
-from engine.runner.guided_step import GuidedStep
+from engine.runner.guided_decoding import GuidedSampler, GuidedStep, rows_of
 from engine.runner.prefill import PrefillRunner
 from engine.runner.prompt_logprobs import score, to_scored
 from engine.runner.sampling.batch_params import BatchSamplingParams

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.protocol.messages import Grammar
-from engine.structured_output import schema_checks as json_schema
-from engine.structured_output.spelling import can_spell, dead_end, has_all_bytes
+from engine.structured_output.schema_checks import can_spell, dead_end, has_all_bytes, prepared
 from engine.tokenizer_layout import mid_sentence
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ def _source(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json":
-                return LLMatcher.grammar_from_json_schema(json_schema.prepared(grammar.text))
+                return LLMatcher.grammar_from_json_schema(prepared(grammar.text))
             case "choice":
                 return LLMatcher.grammar_from_regex(
                     "|".join(map(_escaped, json.loads(grammar.text)))

@@ -3,7 +3,7 @@ torch.
 
 A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
 a GPU that goes on beside the model's step, whose logits the masks are laid on. Many masks are
-computed by threads (engine.structured_output.mask_threads), and can be begun as soon as the last
+computed by threads (engine.structured_output.masks), and can be begun as soon as the last
 tokens are known.
 """
 
@@ -25,8 +25,7 @@ from engine.protocol.messages import Grammar, SamplingParams
 from engine.protocol.sampling_params import endings, stop_ids
 from engine.structured_output.compiler import is_full, reason
 from engine.structured_output.grammar_cache import GrammarCache, Original
-from engine.structured_output.mask_threads import MaskThreads
-from engine.structured_output.masks import SLOW_SECONDS
+from engine.structured_output.masks import SLOW_SECONDS, MaskThreads
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

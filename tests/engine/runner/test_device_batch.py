@@ -28,7 +28,7 @@ from engine.protocol.messages import (
     unpack_ids,
 )
 from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
-from engine.runner import step_graphs
+from engine.runner import cuda_graphs
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler import decode_scheduler as rounds_module
@@ -440,7 +440,7 @@ def test_parameters_that_float32_cannot_hold_are_taken_as_the_sampler_takes_them
     ("seconds", "steps"), [(1e-5, 8), (1.2e-4, 8), (1.3e-4, 4), (4.9e-4, 2), (5.1e-4, 1), (1.0, 1)]
 )
 def test_short_steps_share_a_graph(seconds: float, steps: int) -> None:
-    assert step_graphs.steps_of_graph(seconds) == steps
+    assert cuda_graphs.steps_of_graph(seconds) == steps
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 5, 8, 11])
@@ -448,7 +448,7 @@ def test_a_round_has_the_steps_that_it_is_asked_for(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of graphs of four steps and of one."""
-    graphs = step_graphs.StepGraphs(lambda size: None, lambda size: None, [2, 3])
+    graphs = cuda_graphs.StepGraphs(lambda size: None, lambda size: None, [2, 3])
     taken: list[tuple[str, int]] = []
 
     class Graphs:

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
 from engine.structured_output import matchers as constraints
-from engine.structured_output.mask_threads import MaskThreads
+from engine.structured_output.masks import MaskThreads
 from tests.engine.test_engine import serve
 from tests.engine.texts import matches, schemas
 

@@ -16,7 +16,7 @@ from engine.protocol.messages import Grammar, SamplingParams
 from engine.structured_output import compiler as grammar_module
 from engine.structured_output import matchers as module
 from engine.structured_output.grammar_cache import GrammarCache
-from engine.structured_output.mask_threads import MaskThreads, Rows
+from engine.structured_output.masks import MaskThreads, Rows
 from engine.structured_output.matchers import GrammarMatchers
 from tests.engine.structured_output.test_grammar_cache import finish, settle
 from tests.engine.texts import save_bytes, save_characters

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.protocol.messages import SamplingParams
-from engine.runner.guided_decoding import GuidedSampler
-from engine.runner.guided_step import GuidedStep
+from engine.runner.guided_decoding import GuidedSampler, GuidedStep
 from engine.runner.sampling.sampler import Rows, SampleStep
 from tests.engine.runner.sampling.test_sampler import EOS, VOCAB, random_logits
 from tests.engine.runner.sampling.test_sampler import sampler_with as sampling_with
