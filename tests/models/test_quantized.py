@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import Quantization
 from engine.errors import ConfigError
-from engine.models.backends.widened import bytes_of_copy, widened
+from engine.models.backends.weight_transforms import bytes_of_copy, widened
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import QUANTIZED_DTYPES, NotFiniteError, dequantize
@@ -234,7 +234,7 @@ def test_a_widened_copy_is_the_model_with_rounded_weights(
     model = quantize_model(
         build({"cell": "minlstm", "conv_kernel": 3, "cell_bias": True}).to(dtype), kind
     )
-    monkeypatch.setattr("engine.models.backends.widened._BLOCK", 100)  # some rows at once
+    monkeypatch.setattr("engine.models.backends.weight_transforms._BLOCK", 100)  # some rows at once
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wide = widened(model)
     assert wide.config == dataclasses.replace(model.config, quantization=None)

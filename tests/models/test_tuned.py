@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.backends import tuned
-from engine.models.backends.tuned import TunedProducts
+from engine.models.backends import autotune
+from engine.models.backends.autotune import TunedProducts
 
 
 class Library:
@@ -18,10 +18,10 @@ class Library:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, quickest: int) -> None:
         self.calls = [0, 0, 0]
-        monkeypatch.setattr(tuned, "product_algorithms", lambda *_: torch.arange(3).unsqueeze(1))
-        monkeypatch.setattr(tuned, "product_", self.product_)
-        monkeypatch.setattr(tuned, "_enough", lambda weight: 6)
-        monkeypatch.setattr(tuned, "quickest_of", self.quickest_of)
+        monkeypatch.setattr(autotune, "product_algorithms", lambda *_: torch.arange(3).unsqueeze(1))
+        monkeypatch.setattr(autotune, "product_", self.product_)
+        monkeypatch.setattr(autotune, "_enough", lambda weight: 6)
+        monkeypatch.setattr(autotune, "quickest_of", self.quickest_of)
         self.quickest, self.timed = quickest, 0
 
     def product_(
@@ -80,7 +80,7 @@ def test_without_memory_to_try_in_it_is_left_to_torch(monkeypatch: pytest.Monkey
         raise torch.OutOfMemoryError("no")
 
     library = Library(monkeypatch, 1)
-    monkeypatch.setattr(tuned, "product_algorithms", no_memory)
+    monkeypatch.setattr(autotune, "product_algorithms", no_memory)
     weight, x = torch.randn(16, 8).bfloat16(), torch.randn(5, 8).bfloat16()
     products = TunedProducts()
     products.tune([weight], 5)

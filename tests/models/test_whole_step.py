@@ -19,7 +19,7 @@ from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.persistent_decode import PersistentDecode, most_rows
 from engine.models.backends.selector import EagerBackend, select_backend
-from engine.models.backends.widened import bytes_of_copy
+from engine.models.backends.weight_transforms import bytes_of_copy
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import QUANTIZED_DTYPES

@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engine.models.backends.autotune import TunedProducts
 from engine.models.backends.lm_head import LmHead
-from engine.models.backends.tuned import TunedProducts
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.minrnn.cell import Cell, ModelState
 from engine.models.minrnn.conv import CausalConv

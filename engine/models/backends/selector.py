@@ -25,7 +25,7 @@ from engine.models.backends.cpu import CpuBackend, can_pack
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode, runs_kernels
-from engine.models.backends.widened import bytes_of_copy, widened
+from engine.models.backends.weight_transforms import bytes_of_copy, widened
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
 
