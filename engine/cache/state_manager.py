@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.cache.disk_tier import DiskTier
-from engine.cache.leaving import FinishedStates
+from engine.cache.finished_states import FinishedStates
 from engine.cache.named_states import NamedStates
 from engine.cache.prefix_cache import CacheHit, Place, PrefixCache
 from engine.cache.resume_point import ResumePoint

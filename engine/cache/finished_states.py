@@ -1,7 +1,8 @@
 """FinishedStates: what sequences leave when they end, how it is kept, and when they are told.
 
 A sequence that leaves a state has ended before its client hears of it: where the state has a file,
-that is written first, and snapshots are made aside. What ends the waiting early is `storing`'s.
+that is written first, and snapshots are made aside. What ends the waiting early is
+`store_waiters`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LEAST_PATIENCE = 2.0  # seconds for a state's file, where the request's own time
 
 
 class FinishedStates:
-    """The keeper's other half, which has these."""
+    """The half of StateCacheManager, which has these, that keeps what sequences leave."""
 
     shape: StateLayout
     tiers: TieredStateStore
