@@ -22,7 +22,8 @@ StateSync = Literal["write", "fsync"]
 Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 
 # The scans combine carries at multiples of this many tokens, counted from where a call starts
-# reading a sequence; prompt chunks that end at such multiples leave every bit as it would be.
+# reading a sequence; prompt chunks that end at such multiples leave every bit as it would be. It is
+# the operators' kScanChunk: engine.ops does not load a library that has another one.
 SCAN_CHUNK = 128
 
 MOST_ENGINES = 256  # of one server

@@ -7,7 +7,7 @@ the number of gates alone and are written once, in scan_train.
 
 from engine.ops.conv_scan import conv_scan
 from engine.ops.conv_step import conv_step
-from engine.ops.library import SCAN_CHUNK, cpu_isa, cuda_archs, has_cuda_kernels
+from engine.ops.library import cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.linear_scan import linear_scan
 from engine.ops.logits_processors import adjust_
 from engine.ops.logprobs import (
@@ -26,7 +26,6 @@ from engine.ops.pinned_copy import copy_words_
 from engine.ops.sampling import draw_
 
 __all__ = [
-    "SCAN_CHUNK",
     "Logprobs",
     "adjust_",
     "conv_scan",

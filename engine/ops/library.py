@@ -1,8 +1,8 @@
 """Finds and loads the compiled operators, once.
 
 An installed wheel has the library beside this file; an editable install leaves it in site-packages
-while the Python stays in the source tree. Both places are looked at, and what is missing is said
-with its mend.
+while the Python stays in the source tree. Both places are looked at, and what is missing, or does
+not go with the Python, is said with its mend.
 """
 
 import importlib.metadata
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
+from engine.config import SCAN_CHUNK
+
 LIBRARY = "libminserve.so"
 MEND = "build it with `pip install -e .` in the repository (or install a minserve wheel)"
 
 
 class LibraryMissingError(ImportError):
-    """The compiled operators are not installed, or were built for another torch."""
+    """The compiled operators are not installed, or were built for another torch, or from another
+    state of the sources than the Python beside them."""
 
 
 def _candidates() -> Iterator[Path]:
@@ -52,13 +55,18 @@ def _load() -> Path:
         raise LibraryMissingError(
             f"{path} does not load into torch {torch.__version__} ({error}): {MEND}"
         ) from error
+    # The scheduler and the cache split prompts where the scans combine carries: were the two not
+    # the same multiples, answers would change with the company that a request has.
+    chunk = int(torch.ops.minserve.scan_chunk())
+    if chunk != SCAN_CHUNK:
+        raise LibraryMissingError(
+            f"{path} scans in chunks of {chunk} tokens, the Python beside it in chunks of "
+            f"{SCAN_CHUNK}: they are of different versions; {MEND}"
+        )
     return path
 
 
 PATH = _load()
-
-#: Splitting a sequence at multiples of this many tokens changes no bit of the result.
-SCAN_CHUNK: int = int(torch.ops.minserve.scan_chunk())
 
 
 def cuda_archs() -> str:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import ops
-from engine.ops import SCAN_CHUNK, linear_scan
+from engine.config import SCAN_CHUNK
+from engine.ops import linear_scan
 from tests.ops.helpers import CELLS, DEVICES, SERVING_DTYPES, close, exact, int32, same_bits
 
 CELL_NAMES = list(CELLS)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import SCAN_CHUNK
 from engine.ops import (
-    SCAN_CHUNK,
     conv_scan,
     linear_map,
     linear_residual,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import ops
+from engine import config, ops
 from engine.ops import library
 
 COMPARE = """
 import sys, torch
-from engine import ops
+from engine import config, ops
 torch.manual_seed(0)
 pre = torch.randn(300, 3 * 37) * 3
 state = torch.randn(1, 37)
@@ -33,8 +33,18 @@ torch.save(results, sys.argv[1])
 """
 
 
-def test_chunk_is_known_on_both_sides() -> None:
-    assert torch.ops.minserve.scan_chunk() == ops.SCAN_CHUNK > 0
+def test_the_kernels_scan_in_the_chunks_that_prompts_are_split_into() -> None:
+    assert torch.ops.minserve.scan_chunk() == config.SCAN_CHUNK
+
+
+@pytest.mark.parametrize("chunk", [64, 256])
+def test_a_library_with_other_chunks_does_not_load(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "SCAN_CHUNK", chunk)
+    found = f"chunks of {config.SCAN_CHUNK} tokens.*chunks of {chunk}.*pip install -e"
+    with pytest.raises(library.LibraryMissingError, match=found):
+        library._load()
 
 
 def test_cuda_architectures_are_told() -> None:
