@@ -24,7 +24,7 @@ from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
-from engine.errors import EngineDead, EngineError, StepFailed
+from engine.errors import EngineDead, EngineError, StepFailed, is_device_lost
 from engine.protocol.messages import (
     FinishReason,
     ModelInfo,
@@ -303,7 +303,7 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         log.error("a step failed", exc_info=error)
         self._scheduler.fail(plan, _step_failed(error))
-        if _is_sticky(error):
+        if is_device_lost(error):
             self.broken = EngineDead(f"the engine ends after a CUDA error: {_reason(error)}")
             self._scheduler.fail_all(self.broken)
 
@@ -330,11 +330,3 @@ def _reason(error: Exception) -> str:
 
 def _step_failed(error: Exception) -> StepFailed:
     return StepFailed(f"a step of the engine failed: {_reason(error)}")
-
-
-def _is_sticky(error: Exception) -> bool:
-    """Whether the device is lost to this process: every later CUDA call would fail as well.
-
-    Running out of memory is none of these; torch reports it as torch.OutOfMemoryError.
-    """
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)

@@ -30,10 +30,13 @@ and `from_failed` turns the event back into the exception on the other side.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from engine.protocol.messages import Failed
+
+DEVICE_LOST = "CUDA error"  # in what the operators, and older parts of torch, say of a lost device
 
 
 class EngineError(Exception):
@@ -198,3 +201,17 @@ def from_failed(failed: Failed) -> EngineError:
     """The exception that a `Failed` event stands for; an unknown code gives `EngineError`."""
     kind = BY_CODE.get(failed.code, EngineError)
     return kind(failed.message, param=failed.param, retry_after=failed.retry_after)
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether the device is lost to this process: every later call of its driver would fail too.
+
+    torch has a type of its own for that, torch.AcceleratorError. What is a bare RuntimeError there,
+    as the operators' are, is known by the words DEVICE_LOST. Nothing else is: other errors may
+    repeat what a client wrote. Running out of memory is none of these (torch.OutOfMemoryError).
+    Does not import torch: where nobody has, none of its errors can be here.
+    """
+    own = getattr(sys.modules.get("torch"), "AcceleratorError", None)
+    if own is not None and isinstance(error, own):
+        return True
+    return isinstance(error, RuntimeError) and DEVICE_LOST in str(error)
