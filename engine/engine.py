@@ -134,7 +134,6 @@ class Engine:
             overlaps=runner.overlaps,
             grammars=self._grammars,
             keeper=keeper,
-            on_loaded=self._desk.loaded,
         )
         self._round: _StartedStep | None = None  # under way
         self._latest: tuple[Hashable, ...] = ()  # client that asked for something

@@ -92,6 +92,19 @@ def test_service_reaches_the_engine_only_through_its_client() -> None:
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 
+def test_the_scheduler_knows_the_cache_by_two_names() -> None:
+    allowed = {"engine.cache.state_manager.StateCacheManager", "engine.cache.prefix_cache.CacheHit"}
+    for path in _sources("engine/scheduler"):
+        seen: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                seen.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                seen.update(f"{node.module}.{alias.name}" for alias in node.names)
+        others = {name for name in seen if f"{name}.".startswith("engine.cache.")} - allowed
+        assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
 def test_engine_knows_no_http_and_no_text() -> None:
     forbidden = {"fastapi", "starlette", "pydantic", "uvicorn", "service", "prometheus_client"}
     for path in _sources("engine"):

@@ -35,6 +35,7 @@ class StateCallHandler:
         self._shape = keeper.shape
         self._waiting: dict[CachedState, list[Answer]] = {}  # for a file
         self.replies: list[tuple[Hashable, StateReply]] = []
+        keeper.on_loaded = self.loaded
 
     def ask(self, client: Hashable, call: StateCall) -> None:
         """Answers, now or later, with one reply. Raises nothing."""

@@ -85,6 +85,7 @@ class StateCacheManager(FinishedStates):
             self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes
         )
         self._with_whole_chunks = with_whole_chunks
+        self.on_loaded: Callable[[CachedState], None] = lambda kept: None  # its file has been read
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
@@ -97,6 +98,8 @@ class StateCacheManager(FinishedStates):
         for kept in loaded:
             if kept.node is not None and not kept.has_row and not kept.files:
                 self.cache.forget(kept)  # else it could not be had just now, for want of a row, say
+        for kept in loaded:
+            self.on_loaded(kept)
         return loaded
 
     # A sequence's life.

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from engine.cache.fair_lru import FairLru, Weights
-from engine.cache.slot_allocator import SlotAllocator
 from engine.config import has_room
+from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Copy, Load
 
 _NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `CachedState`

@@ -1,6 +1,6 @@
 """StatePool: the recurrent state of every sequence, one row each, in device memory.
 
-The scheduler hands rows out (engine/cache/slot_allocator.py); this file only moves them. All of it
+The scheduler hands rows out (engine/slot_allocator.py); this file only moves them. All of it
 is fp32, whatever the weights are: a bf16 state loses 2 to 20 % over a long text.
 """
 

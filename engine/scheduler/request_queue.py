@@ -20,18 +20,14 @@ import heapq
 import math
 import sys
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from engine.cache.prefix_cache import Place
-from engine.cache.tiered_store import CachedState
 from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.lazy_heap import LazyHeap
-from engine.protocol.messages import Grammar
 from engine.protocol.queue_policy import QueueCounts
 from engine.sequence import Sequence
-
-Awaited = Place | CachedState | Grammar
 
 OTHERS_TURN = 8
 MOST_RETRY_SECONDS = 60.0
@@ -229,8 +225,8 @@ class RequestQueue:
         self._most = most
         self._most_tokens = most_tokens
         self._levels: dict[int, _PriorityLevel] = {}  # by priority
-        self._held: dict[Awaited, dict[int, Sequence]] = {}  # by what is pending
-        self._held_on: dict[int, Awaited] = {}
+        self._held: dict[Hashable, dict[int, Sequence]] = {}  # by what is pending
+        self._held_on: dict[int, Hashable] = {}
         self._queued = QueueCounts()  # all of them
         self._departures = 0
         self._since_others = 0  # departures of the most urgent level while others waited
@@ -300,14 +296,15 @@ class RequestQueue:
         level = self._next_level()
         return None if level is None else level.first()
 
-    def hold(self, sequence: Sequence, awaited: Awaited) -> None:
-        """Passes a sequence over until `awaited` is resumed."""
+    def hold(self, sequence: Sequence, awaited: Hashable) -> None:
+        """Passes a sequence over until `awaited` is resumed: a prefix that is being read, a state
+        that comes from a file, or a grammar."""
         level = self._levels[sequence.priority]
         level.step_back(sequence, level.lines[sequence.owner])
         self._held.setdefault(awaited, {})[sequence.key] = sequence
         self._held_on[sequence.key] = awaited
 
-    def resume(self, awaited: Awaited) -> None:
+    def resume(self, awaited: Hashable) -> None:
         """Those held on `awaited` are back where their arrival puts them."""
         held = self._held.pop(awaited, None)
         if held is None:

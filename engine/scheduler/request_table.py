@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from engine.cache.slot_allocator import SlotAllocator
 from engine.cache.state_manager import StateCacheManager
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
@@ -18,6 +17,7 @@ from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
 from engine.scheduler.output import StepOutput
 from engine.scheduler.request_queue import RequestQueue
 from engine.sequence import Sequence
+from engine.slot_allocator import SlotAllocator
 from engine.step_plan import StepPlan
 
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable
 
 import msgspec
 
 from engine.cache.state_manager import StateCacheManager
-from engine.cache.tiered_store import CachedState
 from engine.errors import EngineError, StateNotFound
 from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import (
@@ -72,7 +71,6 @@ class Scheduler(RequestTable):
         with_whole_chunks: bool = False,
         grammars: GrammarCache | None = None,
         keeper: StateCacheManager | None = None,
-        on_loaded: Callable[[CachedState], None] = lambda kept: None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -84,7 +82,6 @@ class Scheduler(RequestTable):
         )
         waiting = RequestQueue(max_waiting, max_waiting_tokens)
         super().__init__(keeper, slots, waiting, DecodeScheduler(most_steps, overlaps))
-        self._on_loaded = on_loaded
         self._intake = Intake(slots, overlaps)
         self._refusal: EngineError | None = None  # of everything new
         self._now = 0.0  # of the latest round's end
@@ -264,7 +261,6 @@ class Scheduler(RequestTable):
             self._waiting.resume(grammar)
         for kept in self._keeper.collect():
             self._waiting.resume(kept)
-            self._on_loaded(kept)
         self._end_overdue(now)
 
     def _admit(

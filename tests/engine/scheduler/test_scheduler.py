@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine.cache.prefix_cache import FEW_TOKENS
-from engine.cache.slot_allocator import SlotAllocator
 from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
 from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
 from engine.scheduler.scheduler import Scheduler
+from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Sampled, StepPlan, StepResult
 
 ROOT = Path(__file__).resolve().parents[3]
