@@ -6,9 +6,9 @@ put a state there is told when that is done, and until then the name has the for
 write that fails leaves as it was: on disk always, and in memory for who asked for a state that is
 to last (`must`). Else the new one is kept in memory alone.
 
-Who replaces a state has its name locked, for other engines that use the folder too (`names`), from
-the beginning of the turn until the file is there: so a turn that follows the answer goes on from
-it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing
+Who replaces a state has its name locked, for other engines that use the folder too (`state_names`),
+from the beginning of the turn until the file is there: so a turn that follows the answer goes on
+from it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing
 expires on disk while there are others, since each engine knows of its own uses alone.
 """
 

@@ -4,7 +4,7 @@ Every owner and salt has a trie of its own: whether a text has been read before 
 of it. So has every named state that texts are read after, if their requests name places for states
 (samples do: they read a prompt once); of most such texts nobody will ever go on from. Rows, and
 what tries take, are common to all; where they are short, who has the most of them gives way
-(`shares`).
+(`fair_lru`).
 
 A state is kept
 - at the end of a prompt, with its logits: the same prompt again is not read at all;

@@ -1,7 +1,7 @@
 """SequenceState: what one sequence does with kept states: what it starts from, and what it leaves.
 
-`keeper` says how that comes about; here is what is known of it, from the sequence's admission to
-its end.
+`state_manager` says how that comes about; here is what is known of it, from the sequence's
+admission to its end.
 """
 
 from __future__ import annotations

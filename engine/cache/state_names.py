@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class StateNames:
-    """The other half of `States`, which says what becomes of them; `clock` is the time of day."""
+    """The other half of NamedStates, which says what becomes of them. `clock`: the time of day."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ then files.
 A kept state never changes once it stands, so whoever needs it holds a reference: a node of the
 prefix cache, a name, a sequence that starts from it. What only the cache holds may go whenever room
 is needed; what has a name stays until its name goes, but needs no row while a file has it. Who has
-the most gives way first (`shares`), and no owner's named states take rows that none is left of.
+the most gives way first (`fair_lru`), and no owner's named states take rows that none is left of.
 
 Places are integers: a row of the device's pool, or ~row of main memory. Moves between them are
 `Copy`s, carried out in their order before a round admits anybody. A row that a round admits from is

@@ -219,7 +219,7 @@ class EngineClient:
     def abort(
         self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
     ) -> None:
-        """Ends requests early; their Deliveries still get their `finished`. `kept`, in parallel to
+        """Ends requests early; their streams still get their `finished`. `kept`, in parallel to
         `ids`, as in Abort; with it, all of `ids` are in flight."""
         mine = [request_id for request_id in ids if request_id in self._deliveries]
         if mine:
@@ -265,7 +265,7 @@ class EngineClient:
         return reply
 
     def on_step(self, callback: Callable[[StepEvents], None]) -> None:
-        """`callback` is called with every StepEvents, after the Deliveries have it."""
+        """`callback` is called with every StepEvents, after the streams have it."""
         self._listeners.append(callback)
 
     async def ping(self, timeout: float) -> None:

@@ -116,7 +116,7 @@ class ReadyStreams:
 
 
 class StreamInbox:
-    """Deliveries with news, each once, in the order in which they came; one task reads it.
+    """Streams with news, each once, in the order in which they came; one task reads it.
 
     A `tap` saves waking the task: while the task waits, news are shown to the tap first, once in a
     turn of the event loop, and the task is woken for what the tap leaves.

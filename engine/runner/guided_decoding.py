@@ -299,7 +299,7 @@ class GuidedSampler:
         return complete
 
     def rejected(self) -> dict[int, str]:
-        """Constraints.rejected."""
+        """GrammarMatchers.rejected."""
         return self._constraints.rejected()
 
     def _allowed(self, rows: Rows) -> Allowed | None:

@@ -1,8 +1,8 @@
 """RequestTable: the sequences in flight, where each of them is, and how they end.
 
 A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
-free. One whose kept state has to be made anew leaves its slot to a rebuild (`keeping`), which ends
-for it.
+free. One whose kept state has to be made anew leaves its slot to a rebuild (`state_manager`), which
+ends for it.
 """
 
 from __future__ import annotations

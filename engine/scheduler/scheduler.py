@@ -2,12 +2,13 @@
 
 Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
 up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is admitted as
-soon as a slot is free, in the order that `waiting` decides. Of plain requests (`StepPlan`) a round
-takes as many steps as `rounds` decides, and the next one is planned before its results are known;
-those in whose draws the host has a part take one, and turns with the others (`rounds`).
+soon as a slot is free, in the order that `request_queue` decides. Of plain requests (`StepPlan`) a
+round takes as many steps as `decode_scheduler` decides, and the next one is planned before its
+results are known; those in whose draws the host has a part take one, and turns with the others
+(`decode_scheduler`).
 
-Prompt chunks (`budget`) end where states are to be kept (`keeping`); with whole chunks, that
-changes no bit.
+Prompt chunks (`prefill_budget`) end where states are to be kept (`state_manager`); with whole
+chunks, that changes no bit.
 """
 
 from __future__ import annotations
