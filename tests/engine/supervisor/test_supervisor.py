@@ -40,10 +40,10 @@ from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from tests.engine.fake import FakeRunner
 
 
-class FakeProcess:
+class Charge:
     """An engine that loads when it is let, and dies when it is told to."""
 
-    all: list[FakeProcess]
+    all: list[Charge]
 
     def __init__(self, generation: int, config: EngineConfig, engine: str | None) -> None:
         self.generation, self.config = generation, config
@@ -53,7 +53,7 @@ class FakeProcess:
         self.dead: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         self.closed = False
         self.forgotten: list[str] = []
-        FakeProcess.all.append(self)
+        Charge.all.append(self)
 
     @property
     def serves(self) -> bool:
@@ -96,10 +96,10 @@ class Engines:
         self.supervisor.join(theirs)
         return mine
 
-    async def load(self, number: int, error: EngineError | None = None) -> FakeProcess:
+    async def load(self, number: int, error: EngineError | None = None) -> Charge:
         """Lets the engine of this number load, once it was begun."""
-        await until(lambda: len(FakeProcess.all) > number)
-        engine = FakeProcess.all[number]
+        await until(lambda: len(Charge.all) > number)
+        engine = Charge.all[number]
         if error is None:
             engine.loaded.set_result(None)
         else:
@@ -146,7 +146,7 @@ async def ruling(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await supervisor.close()
-        assert all(engine.closed or not engine.loaded.done() for engine in FakeProcess.all)
+        assert all(engine.closed or not engine.loaded.done() for engine in Charge.all)
 
 
 async def test_members_are_told_of_the_engine_whenever_they_join(
@@ -172,7 +172,7 @@ async def test_a_first_engine_that_cannot_be_loaded_is_the_end(
         assert isinstance(await task, CheckpointError)
         (down,) = told(member)
         assert down.final and isinstance(down.problem.error(), CheckpointError)
-        assert len(FakeProcess.all) == 1
+        assert len(Charge.all) == 1
 
 
 async def test_members_hear_of_a_death_and_of_the_next_engine(
@@ -188,7 +188,7 @@ async def test_members_hear_of_a_death_and_of_the_next_engine(
             (down.generation, down.current, down.final) == (1, True, False) for down in downs
         )
         assert downs[-1].problem.retry_after == 7  # as long as the load took
-        FakeProcess.all[1].die("killed again")
+        Charge.all[1].die("killed again")
         assert "killed again, after 1 restart" in (await task).message
         assert told(member)[-1].final
 
@@ -257,13 +257,13 @@ async def test_a_reload_goes_on_when_who_asked_for_it_is_cancelled(
         old = await engines.load(0)
         for number, error in ((1, CheckpointError("no such folder")), (2, None)):
             reload = asyncio.create_task(engines.supervisor.reload("two"))
-            await until(lambda count=number: len(FakeProcess.all) == count + 1)
+            await until(lambda count=number: len(Charge.all) == count + 1)
             reload.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reload
             with pytest.raises(ReloadUnderWay):
                 await engines.supervisor.reload("three")
-            assert old.serves and len(FakeProcess.all) == number + 1
+            assert old.serves and len(Charge.all) == number + 1
             await engines.load(number, error)
         assert [one.generations for one in told(member) if isinstance(one, Serve)] == [[1], [3]]
         again = asyncio.create_task(engines.supervisor.reload("three"))
@@ -281,14 +281,14 @@ async def test_an_engine_that_dies_as_another_takes_its_place_is_told_of(
             member = engines.join()
             old = await engines.load(0)
             reload = asyncio.create_task(engines.supervisor.reload("two"))
-            await until(lambda: len(FakeProcess.all) == 2)
+            await until(lambda: len(Charge.all) == 2)
             await settle()
             told(member)
             if death_first:
                 old.die()
-                FakeProcess.all[1].loaded.set_result(None)
+                Charge.all[1].loaded.set_result(None)
             else:
-                FakeProcess.all[1].loaded.set_result(None)
+                Charge.all[1].loaded.set_result(None)
                 old.die()
             member.send(Using(2))
             await reload
@@ -306,7 +306,7 @@ async def test_an_engine_that_dies_as_another_takes_its_place_is_told_of(
                 if isinstance(one, Serve) or (isinstance(one, Down) and one.current)
             )
             assert isinstance(last, Serve)
-            assert len(FakeProcess.all) == 2  # nothing was started besides
+            assert len(Charge.all) == 2  # nothing was started besides
 
 
 async def test_a_death_during_a_reload_waits_for_what_is_being_loaded(
@@ -318,14 +318,14 @@ async def test_a_death_during_a_reload_waits_for_what_is_being_loaded(
             (await engines.load(0)).die()
             await engines.load(1)
             reload = asyncio.create_task(engines.supervisor.reload("two"))
-            await until(lambda: len(FakeProcess.all) == 3)
-            FakeProcess.all[1].die()
+            await until(lambda: len(Charge.all) == 3)
+            Charge.all[1].die()
             await asyncio.sleep(0.05)
-            assert len(FakeProcess.all) == 3
+            assert len(Charge.all) == 3
             await engines.load(2, CheckpointError("no such folder") if fails else None)
             await asyncio.gather(reload, return_exceptions=True)
             if not fails:
-                assert FakeProcess.all[2].serves and len(FakeProcess.all) == 3
+                assert Charge.all[2].serves and len(Charge.all) == 3
             else:
                 assert (await engines.load(3)).config.model == "one"
 
@@ -334,16 +334,16 @@ async def test_while_it_shuts_down_nothing_is_started(monkeypatch: pytest.Monkey
     async with ruling(monkeypatch) as (engines, task):
         old = await engines.load(0)
         reload = asyncio.create_task(engines.supervisor.reload("two"))
-        await until(lambda: len(FakeProcess.all) == 2)
+        await until(lambda: len(Charge.all) == 2)
         engines.supervisor.hold()
         with pytest.raises(Draining):
             await reload
-        assert FakeProcess.all[1].closed and old.serves
+        assert Charge.all[1].closed and old.serves
         with pytest.raises(Draining):
             await engines.supervisor.reload(None)
         old.die()
         assert "killed" in (await task).message
-        assert len(FakeProcess.all) == 2
+        assert len(Charge.all) == 2
 
 
 async def test_what_members_count_is_gathered_and_never_forgotten(
