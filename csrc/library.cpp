@@ -177,8 +177,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
       "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
   // the same of up to about a hundred sequences and a small model: weights as
-  // engine/ops/cluster_decode.py packs them, plan the addresses of what results are added to. Without
-  // a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
+  // engine/ops/cluster_decode.py packs them, plan the addresses of what results are added to.
+  // Without a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
   m.def(
       "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
       "Tensor? norm, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, "

@@ -72,7 +72,8 @@ struct Cut {
   MS_HD std::uint64_t key() const { return static_cast<std::uint64_t>(distance) << 32 | id; }
 };
 
-// splitmix64 (Steele, Lea, Flood, 2014), of which engine/runner/sampling/random_streams.py makes the streams.
+// splitmix64 (Steele, Lea, Flood, 2014), of which engine/runner/sampling/random_streams.py makes
+// the streams.
 MS_HD std::uint64_t random_bits(std::uint64_t stream, std::uint64_t position) {
   std::uint64_t x = stream + (position + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;

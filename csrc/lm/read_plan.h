@@ -14,8 +14,8 @@ struct PackedModel {
   std::int64_t weight_bytes = 0;
 };
 
-// `weights`: uint8 [bytes] that begins at a cache line; `plan`: int64, as engine/models/backends/cpu.py
-// writes it. Throws std::runtime_error.
+// `weights`: uint8 [bytes] that begins at a cache line; `plan`: int64, as
+// engine/models/backends/cpu.py writes it. Throws std::runtime_error.
 PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& plan);
 
 }  // namespace minserve
