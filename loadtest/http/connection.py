@@ -171,7 +171,7 @@ class Server:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._base = parts.path.rstrip("/")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        lines = [f"host: {parts.netloc.rpartition('@')[2]}", "content-type: application/json"]
+        lines = [f"host: {parts.netloc.rpartition('@')[2]}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._lines = "\r\n".join(lines)
 
@@ -181,7 +181,10 @@ class Server:
         _, made = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         return made
 
-    def request(self, path: str, body: bytes, method: str = "POST") -> bytes:
+    def request(
+        self, path: str, body: bytes, method: str = "POST", content_type: str = "application/json"
+    ) -> bytes:
         """A request as it is sent."""
         head = f"{method} {self._base}{path} HTTP/1.1\r\n{self._lines}\r\n"
-        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        head += f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+        return head.encode() + body

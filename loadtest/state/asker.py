@@ -31,8 +31,11 @@ class Asker:
 
     async def ask(self, method: str, path: str, body: Any = None) -> Answer:
         """`body`: bytes as they are, else JSON."""
-        content = body if isinstance(body, bytes) else b"" if body is None else _encode(body)
-        request = self._server.request(path, content, method)
+        if isinstance(body, bytes):
+            content, kind = body, "application/octet-stream"
+        else:
+            content, kind = b"" if body is None else _encode(body), "application/json"
+        request = self._server.request(path, content, method, kind)
         if self._connection is None or not self._connection.open:
             self._connection = await self._server.connect()
         parts: list[bytes] = []
