@@ -23,7 +23,7 @@ from typing import TypeAlias, cast
 import msgspec
 import zmq
 
-from engine import gc_tuning as collector
+from engine import gc_tuning
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
@@ -182,7 +182,7 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
             mailbox.send(client, failure)
         return 2
     desk.close()
-    collector.tune_gc()
+    gc_tuning.tune_gc()
     EngineLoop(engine, mailbox, desk.clients).run()
     if engine.broken:
         log.error("%s", engine.broken.message)

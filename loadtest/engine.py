@@ -37,7 +37,7 @@ from engine import device as machine
 from engine.config import CellName, DtypeName, EngineConfig
 from engine.device import available_memory, resolve_device, usable_cpus
 from engine.errors import EngineError
-from engine.models import loader as checkpoint
+from engine.models import loader
 from loadtest.layers_timing import Budget
 from loadtest.lm_bars import checks
 from loadtest.lm_driving import load
@@ -187,9 +187,9 @@ def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, 
 
     Raises CheckpointError for a name that is neither a size nor a checkpoint.
     """
-    for name in args.models or [*MODELS[kind], *checkpoint.bundled_names()]:
+    for name in args.models or [*MODELS[kind], *loader.bundled_names()]:
         if name not in SIZES:
-            checkpoint.resolve(name)
+            loader.resolve(name)
         cells: Sequence[CellName] = args.cell if name in SIZES else args.cell[:1]
         for cell in cells:
             for dtype in args.dtype:
@@ -227,7 +227,7 @@ def _each_kind(
             dtype=dtype,
             quantization=quantization,
             device=device.type,
-            work=work(one.config, checkpoint.DTYPES[dtype], quantization),
+            work=work(one.config, loader.DTYPES[dtype], quantization),
             read_rate=rate,
             step_tokens=0,
             deterministic=deterministic,

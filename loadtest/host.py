@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine import gc_tuning as collector
+from engine import gc_tuning
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
@@ -45,7 +45,7 @@ from engine.protocol.messages import (
     ToEngine,
     pack_ids,
 )
-from engine.scheduler import decode_scheduler as rounds
+from engine.scheduler import decode_scheduler
 from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
 from loadtest.report import median, print_environment, print_table, save_json
 
@@ -272,11 +272,14 @@ def per_request(batch: int, step_seconds: float, paced: bool) -> float:
 @contextmanager
 def _rounds_of_one_length() -> Iterator[None]:
     """However long answers are: else what is taken off would be another kind of rounds."""
-    longest, rounds.LONG_ROUND_SECONDS = rounds.LONG_ROUND_SECONDS, rounds.QUIET_ROUND_SECONDS
+    longest, decode_scheduler.LONG_ROUND_SECONDS = (
+        decode_scheduler.LONG_ROUND_SECONDS,
+        decode_scheduler.QUIET_ROUND_SECONDS,
+    )
     try:
         yield
     finally:
-        rounds.LONG_ROUND_SECONDS = longest
+        decode_scheduler.LONG_ROUND_SECONDS = longest
 
 
 def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool) -> float:
@@ -394,5 +397,5 @@ def print_share(batches: list[int], step_ms: list[float], repeat: int) -> list[d
 
 
 if __name__ == "__main__":
-    collector.tune_gc()  # as the engine's process does
+    gc_tuning.tune_gc()  # as the engine's process does
     raise SystemExit(main())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import CellName, DtypeName, ModelConfig
-from engine.models import loader as checkpoint
+from engine.models import loader
 from engine.models.minrnn.lm import LM
 
 #: The name says the parameters with minGRU cells; minLSTM has a third gate and so a few more.
@@ -108,21 +108,21 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
     checkpoint of quantised weights, which peers cannot compute with.
     """
     if name not in SIZES:
-        folder = checkpoint.resolve(name)
-        if getattr(checkpoint.load_config(folder), "quantization", None) is not None:
+        folder = loader.resolve(name)
+        if getattr(loader.load_config(folder), "quantization", None) is not None:
             raise ValueError(f"{name}: is quantised; name the checkpoint it was made from")
-        model, config = checkpoint.load_model(folder, device, dtype)
+        model, config = loader.load_model(folder, device, dtype)
         yield Subject(
             name, None, folder, dataclasses.replace(config, dtype=dtype or config.dtype), model
         )
         return
     config = size_config(name, cell, dtype)
-    model = random_model(config, device, checkpoint.DTYPES[dtype])
+    model = random_model(config, device, loader.DTYPES[dtype])
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     label = f"{name}-{cell}"
     with tempfile.TemporaryDirectory(prefix="minserve-", dir=_room_for(2 * size)) as parent:
         folder = Path(parent) / label
-        checkpoint.save_model(folder, model, config, dtype)
+        loader.save_model(folder, model, config, dtype)
         yield Subject(label, name, folder, config, model)
 
 

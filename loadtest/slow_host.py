@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from engine import gc_tuning as collector
+from engine import gc_tuning
 from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.protocol.messages import FromEngine, StepEvents
@@ -88,5 +88,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    collector.tune_gc()  # as the engine's process does
+    gc_tuning.tune_gc()  # as the engine's process does
     raise SystemExit(main())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
-from engine.models import loader as checkpoint
+from engine.models import loader
 from engine.models.backends.selector import select_backend
 from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
@@ -105,8 +105,8 @@ class ModelRunner:
     most_steps = MOST_STEPS
 
     def __init__(self, config: EngineConfig) -> None:
-        folder = checkpoint.resolve(config.model)
-        self.config = device.resolve(config, checkpoint.load_config(folder).dtype)
+        folder = loader.resolve(config.model)
+        self.config = device.resolve(config, loader.load_config(folder).dtype)
         self._device = torch.device(self.config.device)
         assert self.config.threads is not None
         torch.set_num_threads(self.config.threads)
@@ -114,8 +114,8 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._marks = EventPool(self._device)
-        fingerprint = checkpoint.fingerprint(folder)
-        model, self.model_config = checkpoint.load_model(
+        fingerprint = loader.fingerprint(folder)
+        model, self.model_config = loader.load_model(
             folder,
             self._device,
             cast(DtypeName, self.config.dtype),

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from engine import gc_tuning as collector
+from engine import gc_tuning
 from engine.errors import EngineError
 from service.app.app import create_app
 from service.http.stalled import MeteredProtocol, cut_stalled
@@ -106,7 +106,7 @@ def run_application(
     lifecycle: Lifecycle = app.state.lifecycle
     server = Server(_uvicorn_config(app, settings), lifecycle, signals)
     lifecycle.on_stop = server.end
-    collector.tune_gc()
+    gc_tuning.tune_gc()
     with listener:
         server.run([listener])
     return failures[0] if failures else None

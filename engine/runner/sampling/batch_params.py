@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.protocol.messages import SamplingParams
 from engine.protocol.sampling_params import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
-from engine.runner.sampling import random_streams as distribution
+from engine.runner.sampling import random_streams
 from engine.runner.sampling.batch_rows import HostColumns
 from engine.step_plan import Admission
 
@@ -87,7 +87,7 @@ class BatchSamplingParams:
         if any(temperatures):  # else a draw looks at nothing of this
             seeds = np.array([one.seed for one in params], np.int64)
             choices = np.array([one.choice for one in params], np.int64)
-            self._streams[slots] = distribution.stream_ids(seeds, choices)
+            self._streams[slots] = random_streams.stream_ids(seeds, choices)
             self._top_p[slots] = [one.top_p for one in params]
             self._top_k[slots] = [
                 one.top_k if one.top_k < self._vocab_size else 0 for one in params
