@@ -1,11 +1,9 @@
-// A clustered decode step on Hopper, of sixteen blocks or, for many sequences, eight (wide_step):
-// checks, the plan, arguments. CUDA only.
+// A clustered decode step on Hopper: checks, the plan, arguments. CUDA only.
 #include <cstdint>
 
 #include "../common/operators.h"
 #include "../linear/require_hopper.h"
 #include "../common/addresses.h"
-#include "../wide_step/launch.h"
 #include "launch.h"
 
 namespace minserve {
@@ -88,16 +86,9 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   args.shape.hidden = static_cast<int>(hidden);
   args.ids = static_cast<int>(table.size(0));
   args.shape.vocabulary = static_cast<int>(vocabulary);
-  check.tensor(weights, "weights", ScalarType::BFloat16, {-1, -1, -1},
-               "[blocks, streams, weights]");
-  const bool wide = weights.size(0) == kWideBlocks;
-  const std::int64_t streams = wide ? kWideGroups : kPairs;
-  // Of the longest stream.
-  args.stream_bytes = wide ? WideShape{args.shape}.slabs(args.layers, kWideGroups - 1) * kSlabBytes
-                           : args.shape.tiles(args.layers, 0) * kTileBytes;
+  args.stream_bytes = args.shape.tiles(args.layers, 0) * kTileBytes;  // the longest stream's
   check.tensor(weights, "weights", ScalarType::BFloat16,
-               {wide ? kWideBlocks : kClusterBlocks, streams, args.stream_bytes / 2},
-               "[blocks, streams, weights]");
+               {kClusterBlocks, kPairs, args.stream_bytes / 2}, "[blocks, streams, weights]");
   check.require(weights.is_contiguous() &&
                     reinterpret_cast<std::uintptr_t>(weights.const_data_ptr()) % 16 == 0,
                 "weights must be contiguous and begin at a multiple of 16 bytes");
@@ -133,9 +124,7 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   } else {
     args.logits = static_cast<float*>(result.mutable_data_ptr());
   }
-  const int device = tokens.get_device_index();
-  wide ? cuda::wide_step(args, device, current_stream(tokens))
-       : cuda::cluster_step(args, device, current_stream(tokens));
+  cuda::cluster_step(args, tokens.get_device_index(), current_stream(tokens));
   return result;
 }
 
