@@ -97,7 +97,7 @@ class ClusterProgram:
         pack = wide_step.packed if wide else _packed
         self._weights = pack(layers, head, gates)
         self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
-        # As csrc/cluster_step/op.cpp reads them.
+        # As csrc/cluster_decode/op.cpp reads them.
         self._beside = [
             (
                 layer.taps,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 
-PART = 256  # logits whose best is found; kBestColumns of csrc/linear/best_args.h
+PART = 256  # logits whose best is found; kBestColumns of csrc/gemm/argmax_head_args.h
 IN_ONE_PART = (
-    6400  # rows of weight; of more, fixed orders have one part (csrc/linear/fixed_choice.h)
+    6400  # rows of weight; of more, fixed orders have one part (csrc/gemm/heuristics_deterministic.h)
 )
 _LOW = 2**32 - 1
 _SIGN = 2**31

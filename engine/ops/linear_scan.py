@@ -71,7 +71,7 @@ def heinsen_reference(a: Tensor, b: Tensor, h0: Tensor | None = None) -> Tensor:
 
 
 def _time_contiguous(a: Tensor) -> bool:
-    """Whether channels lie apart by a whole row of time steps, as csrc/linear_scan/op.cpp asks."""
+    """Whether channels lie apart by a whole row of time steps, as csrc/scan/linear_op.cpp asks."""
     batch, time, channels = a.shape
     return (
         a.stride(1) == 1

@@ -172,7 +172,7 @@ class Program:
         return phase.weight.shape[0] // (self._gates if phase.kind == "gates" else 1)
 
     def _numbers(self, n: int, phase: Phase) -> list[int]:
-        """A row of the plan, as csrc/whole_step/op.cpp reads it."""
+        """A row of the plan, as csrc/persistent_decode/op.cpp reads it."""
         rows, columns = phase.weight.shape
         embed = phase.kind == "embed"
         optional = (phase.scale, phase.bias, phase.norm, phase.taps, phase.taps_bias)

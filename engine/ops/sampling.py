@@ -30,7 +30,7 @@ _UINT64 = 2**64
 TRIES = 8
 #: Tokens that are weighed beside the best of them.
 SECTION = 512
-#: Vocabularies of so many tokens are tried (csrc/draw/tries.h).
+#: Vocabularies of so many tokens are tried (csrc/sampling/rejection.h).
 TRIED = range(1025, 512 * SECTION + 1)
 
 

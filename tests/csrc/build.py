@@ -40,15 +40,15 @@ def _cell(header: str, name: str, keep: int, types: str) -> list[str]:
 
 # Programs by name: the source and what it is compiled with.
 PROGRAMS: dict[str, tuple[str, list[str]]] = {
-    "linear": ("scan_driver.cpp", _cell("linear_scan/cell.h", "Linear", 0, "TWO")),
-    "mingru": ("scan_driver.cpp", _cell("mingru/cell.h", "MinGru", 0, "ALL")),
-    "minlstm": ("scan_driver.cpp", _cell("minlstm/cell.h", "MinLstm", 1, "TWO")),
-    "rows": ("rows_driver.cpp", []),
-    "draw": ("draw_driver.cpp", []),
-    "target": ("target_driver.cpp", []),
-    "adjust": ("adjust_driver.cpp", []),
-    "normed": ("normed_driver.cpp", []),
-    "copy": ("copy_driver.cpp", []),
+    "linear": ("scan_driver.cpp", _cell("cells/linear_scan.h", "Linear", 0, "TWO")),
+    "mingru": ("scan_driver.cpp", _cell("cells/mingru.h", "MinGru", 0, "ALL")),
+    "minlstm": ("scan_driver.cpp", _cell("cells/minlstm.h", "MinLstm", 1, "TWO")),
+    "rows": ("time_contiguous_driver.cpp", []),
+    "draw": ("sampling_driver.cpp", []),
+    "target": ("logprobs_driver.cpp", []),
+    "adjust": ("logits_processor_driver.cpp", []),
+    "normed": ("fused_norm_driver.cpp", []),
+    "copy": ("pinned_copy_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }
 

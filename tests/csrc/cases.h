@@ -5,9 +5,9 @@
 
 #include <map>
 
-#include "common/copies.cuh"
-#include "common/gates.h"
-#include "common/types.h"
+#include "core/vec16.cuh"
+#include "scan/gates.h"
+#include "core/types.h"
 
 namespace minserve {
 
@@ -68,7 +68,7 @@ T rounded(double x) {
   return stored;
 }
 
-// NaN whose bits are those by which a word says that it is a carry (csrc/common/words.cuh).
+// NaN whose bits are those by which a word says that it is a carry (csrc/scan/lookback.cuh).
 template <class T>
 void make_confusing_nan(T* x) {
   std::memset(x, 0xff, sizeof *x);

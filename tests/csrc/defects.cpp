@@ -3,7 +3,7 @@
 
 #include <map>
 
-#include "common/device.cuh"
+#include "arch/ptx.cuh"
 
 namespace minserve {
 namespace cuda {

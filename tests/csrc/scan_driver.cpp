@@ -1,15 +1,15 @@
-// Runs csrc/common/scan.cuh in the emulator: one case, told by options, in many schedules.
+// Runs csrc/scan/scan.cuh in the emulator: one case, told by options, in many schedules.
 //
 // Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them,
 // KEEP_INPUT is the input that decides how much is kept, ALL_TYPES asks for more than the two types
 // whose tiles differ most. The outputs and states of every schedule and number of blocks must be
 // equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
 // end, with the state carried; the values must be those of a plain serial loop in doubles. With
-// --short N sequences of up to N positions are left to csrc/common/short.cuh, but for those alone.
+// --short N sequences of up to N positions are left to csrc/scan/short_sequences.cuh, but for those alone.
 #include "cases.h"
 
-#include "common/short.cuh"
-#include "common/tile_kernel.cuh"
+#include "scan/short_sequences.cuh"
+#include "scan/tile_kernel.cuh"
 #include CELL_HEADER
 
 namespace minserve {

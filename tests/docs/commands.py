@@ -18,7 +18,7 @@ PAGES = (
     "docker/README.md",
     "engine/README.md",
     "engine/NOTES.md",
-    *(f"csrc/{folder}README.md" for folder in ("", "common/", "whole_step/", "linear/")),
+    *(f"csrc/{folder}README.md" for folder in ("", "scan/", "persistent_decode/", "gemm/")),
 )
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

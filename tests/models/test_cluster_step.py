@@ -133,7 +133,7 @@ def test_rows_of_the_head_go_round_the_blocks() -> None:
 
 
 def test_a_stream_has_products_in_the_order_in_which_they_are_computed() -> None:
-    """As ClusterShape::run in csrc/cluster_step/args.h has them: by layers, and the head."""
+    """As ClusterShape::run in csrc/cluster_decode/args.h has them: by layers, and the head."""
     draw = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, inputs: int) -> Tensor:

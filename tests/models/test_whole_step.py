@@ -86,7 +86,7 @@ def test_phases_are_counted_as_they_are_made() -> None:
 
 
 def test_limits_are_those_of_the_kernel() -> None:
-    folder = Path(__file__).parents[2] / "csrc" / "whole_step"
+    folder = Path(__file__).parents[2] / "csrc" / "persistent_decode"
     text = (folder / "args.h").read_text() + (folder / "op.cpp").read_text()
     constants = dict(re.findall(r"constexpr int (k\w+) = ([\d* ]+);", text))
 

@@ -5,7 +5,7 @@
 negative slot, a padding tail, many and few of them; dtypes, channel counts with and without
 alignment, both layouts of linear_scan, forward and backward; draws with every set of parameters;
 what stands between the library's products, in one turn of a block's threads and several; on Hopper
-linear maps in every form of csrc/linear/choice.h, whole steps and clustered ones.
+linear maps in every form of csrc/gemm/heuristics.h, whole steps and clustered ones.
 """
 
 import itertools
@@ -37,7 +37,7 @@ LENGTHS = {
     "short": [7 * n % 23 for n in range(45)],
 }
 # Channels, inputs and numbers of tokens with which linear maps take each form, with every number of
-# gates (tests/csrc/test_choice.py proves it): alone and in parts; wide ones.
+# gates (tests/csrc/test_heuristics.py proves it): alone and in parts; wide ones.
 MAPS = (
     (72, 200, (1, 9, 31)),
     (72, 1536, (7, 16, 20, 65)),

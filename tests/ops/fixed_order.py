@@ -1,6 +1,6 @@
 """Shapes at which linear maps with sums in a fixed order take every form that they can take.
 
-tests/csrc/test_choice.py proves that, tests/ops/test_fixed_order.py runs them on a GPU.
+tests/csrc/test_heuristics.py proves that, tests/ops/test_fixed_order.py runs them on a GPU.
 """
 
 # channels, inputs, gates

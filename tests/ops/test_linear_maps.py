@@ -1,7 +1,7 @@
 """linear_map, linear_step, linear_residual_ and linear_embed against float64, in every form.
 
 The forms differ in the number of tokens and in whether blocks share the inputs
-(csrc/linear/choice.h), so both vary here, with widths that no tile divides.
+(csrc/gemm/heuristics.h), so both vary here, with widths that no tile divides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear maps of many tokens against float64: every wide form (csrc/linear/wide.cuh) with every
+"""Linear maps of many tokens against float64: every wide form (csrc/gemm/persistent_kernel.cuh) with every
 epilogue that it has."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CpuBackend: an LM whose weights are laid out for the processor, with one operator call per step.
 
-All weights lie in one block of memory, in the order in which a step reads them; csrc/lm/plan.h
+All weights lie in one block of memory, in the order in which a step reads them; csrc/cpu_model/plan.h
 draws the layout of a matrix and the operators' pages (engine/ops/cpu_model.py) say what is
 computed.
 
@@ -51,7 +51,7 @@ def _panels(weight: Tensor, gates: int) -> Tensor:
 
 def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
     """weight [gates * outputs, inputs], float32, bfloat16 or int8 -> the same numbers in the order
-    of csrc/lm/plan.h, flat."""
+    of csrc/cpu_model/plan.h, flat."""
     panels = _panels(weight, gates)  # [panels, 16, inputs]
     per_step = 1 if weight.dtype == torch.float32 else 2
     if panels.shape[2] % per_step:
@@ -92,7 +92,7 @@ class _Block:
 
 
 class _Writer:
-    """Lays a model out in a block; `plan` are the numbers that csrc/lm/read_plan.cpp reads.
+    """Lays a model out in a block; `plan` are the numbers that csrc/cpu_model/plan_check.cpp reads.
 
     With `take`, a weight leaves the model as soon as it is packed, so that the model is never in
     memory twice.

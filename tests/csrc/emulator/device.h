@@ -1,4 +1,4 @@
-// The functions of csrc/common/device.cuh, for the emulator's threads.
+// The functions of csrc/arch/ptx.cuh, for the emulator's threads.
 #pragma once
 
 #include "cuda.h"

@@ -1,0 +1,223 @@
+// Every schema of the library, with one line each, and the functions behind them.
+// One function serves CPU and CUDA: it looks at its arguments' device (core/tensor_checks.cpp).
+#include "core/operators.h"
+
+#ifndef MINSERVE_CUDA_ARCHS
+#define MINSERVE_CUDA_ARCHS ""
+#endif
+
+namespace {
+
+std::string cuda_archs() {
+  return MINSERVE_CUDA_ARCHS;
+}
+std::string cpu_isa() {
+  return minserve::cpu_isa();
+}
+int64_t scan_chunk() {
+  return minserve::kScanChunk;
+}
+
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("linear_scan", TORCH_BOX(&minserve::linear_scan));
+  m.impl("linear_scan_backward", TORCH_BOX(&minserve::linear_scan_backward));
+  m.impl("mingru_scan", TORCH_BOX(&minserve::mingru_scan));
+  m.impl("mingru_step", TORCH_BOX(&minserve::mingru_step));
+  m.impl("mingru_scan_train", TORCH_BOX(&minserve::mingru_scan_train));
+  m.impl("mingru_scan_train_backward", TORCH_BOX(&minserve::mingru_scan_train_backward));
+  m.impl("minlstm_scan", TORCH_BOX(&minserve::minlstm_scan));
+  m.impl("minlstm_step", TORCH_BOX(&minserve::minlstm_step));
+  m.impl("minlstm_scan_train", TORCH_BOX(&minserve::minlstm_scan_train));
+  m.impl("minlstm_scan_train_backward", TORCH_BOX(&minserve::minlstm_scan_train_backward));
+  m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
+  m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
+  m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
+  m.impl("draw_", TORCH_BOX(&minserve::draw_));
+  m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
+  m.impl("report_logprobs_", TORCH_BOX(&minserve::report_logprobs_));
+  m.impl("copy_words_", TORCH_BOX(&minserve::copy_words_));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(minserve, m) {
+  // h_t = a_t h_{t-1} + b_t over [batch, time, channels]
+  m.def("linear_scan(Tensor a, Tensor b, Tensor? h0=None, bool reverse=False) -> Tensor");
+  // its gradients: of a, of b and of h0 (the last in the accumulation type)
+  m.def(
+      "linear_scan_backward(Tensor grad_h, Tensor a, Tensor h, Tensor? h0, bool reverse) -> "
+      "(Tensor grad_a, Tensor grad_b, Tensor grad_h0)");
+  // minGRU over packed sequences; pre is [tokens, k | v]; state rows are read and overwritten
+  m.def(
+      "mingru_scan(Tensor pre, Tensor cu_seqlens, Tensor(a!) state, Tensor slots, "
+      "bool linear_candidate=False) -> Tensor");
+  // minLSTM over packed sequences; pre is [tokens, f | i | v]
+  m.def(
+      "minlstm_scan(Tensor pre, Tensor cu_seqlens, Tensor(a!) state, Tensor slots, "
+      "bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+  // one minGRU step for each row of the batch
+  m.def(
+      "mingru_step(Tensor pre, Tensor(a!) state, Tensor slots, bool linear_candidate=False) -> "
+      "Tensor");
+  // one minLSTM step for each row of the batch
+  m.def(
+      "minlstm_step(Tensor pre, Tensor(a!) state, Tensor slots, bool linear_candidate=False, "
+      "bool normalize_gates=True) -> Tensor");
+  // causal depthwise convolution over packed sequences; state holds the last taps - 1 inputs
+  m.def(
+      "conv_scan(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) state, "
+      "Tensor slots) "
+      "-> Tensor");
+  // one convolution step for each row of the batch
+  m.def(
+      "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+  // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
+  // row has read is counted
+  m.def(
+      "adjust_(Tensor(a!) logits, Tensor tokens, Tensor slots, Tensor positions, Tensor records, "
+      "Tensor? masks=None, Tensor? mask_of=None) -> ()");
+  // draws a token for each row of logits, writes it to out and moves the row on
+  m.def(
+      "draw_(Tensor logits, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
+      "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor temperature, Tensor top_k, "
+      "Tensor top_p, Tensor min_p, Tensor streams, Tensor stop_ids) -> ()");
+  // log-softmax at one given token of each row and at the best ones -> reports [rows, words]
+  m.def("target_logprobs(Tensor logits, Tensor targets, int top=0) -> Tensor");
+  // the same of the tokens that draw_ has just written to out, for rows that ask for it
+  m.def(
+      "report_logprobs_(Tensor logits, Tensor tops, Tensor cursor, Tensor out, Tensor(a!) told, "
+      "Tensor(b!) reports) -> ()");
+  // to = source, of which some become 0 then; either may be pinned memory of the host
+  m.def("copy_words_(Tensor(a!) to, Tensor(b!) source, int first_zero=0, int zeros=0) -> ()");
+  // minGRU over packed sequences, functional and differentiable
+  m.def(
+      "mingru_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "
+      "linear_candidate=False) -> "
+      "(Tensor h, Tensor h_last)");
+  // its gradients: of pre and of h0 (the last in the accumulation type)
+  m.def(
+      "mingru_scan_train_backward(Tensor grad_h, Tensor? grad_h_last, Tensor pre, Tensor h, Tensor "
+      "cu_seqlens, "
+      "Tensor? h0, bool linear_candidate) -> (Tensor grad_pre, Tensor grad_h0)");
+  // minLSTM over packed sequences, functional and differentiable
+  m.def(
+      "minlstm_scan_train(Tensor pre, Tensor cu_seqlens, Tensor? h0=None, bool "
+      "linear_candidate=False, "
+      "bool normalize_gates=True) -> (Tensor h, Tensor h_last)");
+  // its gradients: of pre and of h0 (the last in the accumulation type)
+  m.def(
+      "minlstm_scan_train_backward(Tensor grad_h, Tensor? grad_h_last, Tensor pre, Tensor h, "
+      "Tensor cu_seqlens, "
+      "Tensor? h0, bool linear_candidate, bool normalize_gates) -> (Tensor grad_pre, Tensor "
+      "grad_h0)");
+  // a whole packed language model on the CPU: one token of every row -> logits [batch, vocab]
+  m.def(
+      "lm_step(Tensor tokens, Tensor slots, Tensor weights, Tensor plan, Tensor(a!) cell, "
+      "Tensor(b!)? conv) -> Tensor");
+  // packed prompts -> hidden states after the final norm [tokens, d_model]
+  m.def(
+      "lm_prefill(Tensor tokens, Tensor cu_seqlens, Tensor slots, Tensor weights, Tensor plan, "
+      "Tensor(a!) cell, Tensor(b!)? conv) -> Tensor");
+  // such hidden states -> logits [n, vocab]
+  m.def("lm_logits(Tensor hidden, Tensor weights, Tensor plan) -> Tensor");
+  // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream
+  // times the norm's weight, squares the sums of squares [inputs / 64, tokens] that its RMS norm
+  // divides by. W x (+ bias), its exact GELU, or in fp32. fixed_order: sums in an order that
+  // follows from the weight's shape alone
+  m.def(
+      "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
+      "bool gelu=False, bool logits=False, bool fixed_order=False) -> Tensor");
+  // of the logits that linear_map has in a fixed order, the best of each 256; rows of weight beyond
+  // the vocabulary are left out
+  m.def(
+      "linear_best(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
+      "int vocabulary) -> Tensor");
+  // draws the best token of each row as draw_ does, from these
+  m.def(
+      "draw_best_(Tensor best, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
+      "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor stop_ids) -> ()");
+  // gates of a cell and its step; state rows are read and overwritten
+  m.def(
+      "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
+      "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True, "
+      "bool fixed_order=False) -> Tensor");
+  // x += W y (+ bias); x times the next norm's weight, empty without; sums of squares of x, empty
+  // without this weight unless asked for; then x += ahead
+  m.def(
+      "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight, "
+      "bool fixed_order=False, Tensor? ahead=None, bool squares=False) -> "
+      "(Tensor scaled, Tensor squares)");
+  // rows of an embedding table: x, and for the first norm as linear_residual_
+  m.def(
+      "linear_embed(Tensor tokens, Tensor table, Tensor? norm_weight, bool squares=False) -> "
+      "(Tensor x, Tensor scaled, Tensor squares)");
+  // x / norm * weight, on CUDA
+  m.def("rms_norm(Tensor x, float eps, Tensor weight) -> Tensor");
+  // What stands between products of the library, on CUDA: y is W x, x the residual stream itself,
+  // whose RMS norm divides here. y = GELU(y / norm + bias); x += ahead
+  m.def(
+      "normed_gelu_(Tensor(a!) x, float eps, Tensor(b!) y, Tensor? bias=None, "
+      "Tensor? ahead=None) -> ()");
+  // a cell's step from y / norm + bias; state rows are read and overwritten
+  m.def(
+      "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
+      "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
+      "Tensor");
+  // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
+  m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
+  // out = x weight^T, or out += it, in one of these ways
+  m.def(
+      "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False) -> ()");
+  // the copy engine's description of a weight, to 128 bytes on the CPU
+  m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
+  // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
+  // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/persistent_decode.py
+  m.def(
+      "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
+      "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
+      "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
+  // the same of up to about a hundred sequences and a small model: weights as
+  // engine/ops/cluster_decode.py packs them, plan the addresses of what results are added to.
+  // Without a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
+  m.def(
+      "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
+      "Tensor? norm, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, "
+      "int gates, float eps, bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+  // time steps per chunk: splitting a sequence at multiples of it changes no bit
+  m.def("scan_chunk() -> int");
+  // GPU architectures compiled in, "" for a CPU-only build
+  m.def("cuda_archs() -> str");
+  // instruction set in use on this CPU
+  m.def("cpu_isa() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
+  implement(m);
+  m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
+  m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
+  m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));
+}
+STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
+  implement(m);
+#ifdef MINSERVE_CUDA
+  m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
+  m.impl("linear_best", TORCH_BOX(&minserve::linear_best));
+  m.impl("draw_best_", TORCH_BOX(&minserve::draw_best));
+  m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
+  m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
+  m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
+  m.impl("rms_norm", TORCH_BOX(&minserve::rms_norm));
+  m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
+  m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
+  m.impl("product_algorithms", TORCH_BOX(&minserve::product_algorithms));
+  m.impl("product_", TORCH_BOX(&minserve::product));
+  m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
+  m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
+  m.impl("cluster_step", TORCH_BOX(&minserve::cluster_step));
+#endif
+}
+STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
+  m.impl("scan_chunk", TORCH_BOX(&scan_chunk));
+  m.impl("cuda_archs", TORCH_BOX(&cuda_archs));
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+}

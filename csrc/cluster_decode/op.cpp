@@ -1,0 +1,131 @@
+// A clustered decode step on Hopper: checks, the plan, arguments. CUDA only.
+#include <cstdint>
+
+#include "../core/operators.h"
+#include "../arch/require_sm90.h"
+#include "../core/raw_pointers.h"
+#include "launch.h"
+
+namespace minserve {
+
+namespace {
+
+// A layer's tensors in the plan, addresses or 0.
+enum Field { kTaps, kTapsBias, kMixBias, kGatesBias, kOutBias, kUpBias, kDownBias, kFields };
+
+void read_plan(const Check& check, const Tensor& plan, ClusterStepArgs& args) {
+  check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
+                    plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 1 &&
+                    plan.size(0) <= kMostClusterLayers,
+                "plan must be int64 [layers, ", static_cast<int>(kFields), "] on the CPU, of 1 to ",
+                kMostClusterLayers, " layers, got ", describe(plan));
+  const auto* from = static_cast<const std::int64_t*>(plan.const_data_ptr());
+  args.layers = static_cast<int>(plan.size(0));
+  for (int n = 0; n < args.layers; ++n, from += kFields) {
+    args.layer[n] = {pointer(from[kTaps]),      pointer(from[kTapsBias]), pointer(from[kMixBias]),
+                     pointer(from[kGatesBias]), pointer(from[kOutBias]),  pointer(from[kUpBias]),
+                     pointer(from[kDownBias])};
+    check.require((from[kTaps] != 0) == (args.shape.taps > 0),
+                  "all layers have taps, or none; layer ", n, " does not fit conv");
+  }
+}
+
+}  // namespace
+
+Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& weights,
+                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
+                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
+                    bool linear_candidate, bool normalize_gates) {
+  const Check check("cluster_step", tokens, "tokens");
+  require_hopper(check, tokens);
+  ClusterStepArgs args;
+  check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
+  const std::int64_t batch = tokens.size(0);
+  check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
+  check.require(tokens.is_contiguous() && batch >= 1 && batch <= (1 << 24),
+                "tokens must be contiguous, of at least one row, got ", describe(tokens));
+  const Tensor slots = torch::stable::contiguous(slots_given);
+  check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
+  check.tensor(table, "table", ScalarType::BFloat16, {-1, -1}, "[ids, width]");
+  check.tensor(cell, "cell", ScalarType::Float, {plan.size(0), -1, -1},
+               "[layers, num_slots, inner]");
+  const std::int64_t width = table.size(1), inner = cell.size(2);
+  check.require(
+      table.is_contiguous() && reinterpret_cast<std::uintptr_t>(table.const_data_ptr()) % 16 == 0,
+      "table must be contiguous and begin at a multiple of 16 bytes");
+  check.require(width > 0 && width % kClusterWidthUnit == 0 && width <= kMostClusterWidth,
+                "width must be a multiple of ", kClusterWidthUnit, " up to ", kMostClusterWidth,
+                ", got ", width);
+  check.require(inner > 0 && inner % (16 * kClusterBlocks) == 0 && inner <= (1 << 16) &&
+                    hidden >= 0 && hidden % (16 * kClusterBlocks) == 0 && hidden <= (1 << 16),
+                "inner and hidden must be multiples of ", 16 * kClusterBlocks, ", got ", inner,
+                " and ", hidden);
+  check.require(in_pairs(cell) && cell.size(1) > 0,
+                "channels of cell must lie together, rows at multiples of 8 bytes, and be there");
+  if (conv) {
+    check.tensor(*conv, "conv", ScalarType::Float, {plan.size(0), cell.size(1), -1, width},
+                 "[layers, num_slots, taps - 1, width]");
+    check.require(conv->size(2) >= 1 && conv->size(2) < kMostClusterTaps && in_pairs(*conv),
+                  "conv must have 2 to ", kMostClusterTaps,
+                  " taps, its channels together and rows at multiples of 8 bytes, got ",
+                  describe(*conv));
+    args.shape.taps = static_cast<int>(conv->size(2)) + 1;
+    args.conv = static_cast<float*>(conv->mutable_data_ptr());
+    args.conv_layer_stride = conv->stride(0);
+    args.conv_slot_stride = conv->stride(1);
+    args.conv_tap_stride = conv->stride(2);
+  }
+  read_plan(check, plan, args);
+  check.require(vocabulary >= 0 && vocabulary <= (1 << 20), "vocabulary must be 0 to ", 1 << 20,
+                ", got ", vocabulary);
+  args.batch = static_cast<int>(batch);
+  args.shape.gates = static_cast<int>(gates);
+  args.shape.width = static_cast<int>(width);
+  args.shape.inner = static_cast<int>(inner);
+  args.shape.hidden = static_cast<int>(hidden);
+  args.ids = static_cast<int>(table.size(0));
+  args.shape.vocabulary = static_cast<int>(vocabulary);
+  args.stream_bytes = args.shape.tiles(args.layers, 0) * kTileBytes;  // the longest stream's
+  check.tensor(weights, "weights", ScalarType::BFloat16,
+               {kClusterBlocks, kPairs, args.stream_bytes / 2}, "[blocks, streams, weights]");
+  check.require(weights.is_contiguous() &&
+                    reinterpret_cast<std::uintptr_t>(weights.const_data_ptr()) % 16 == 0,
+                "weights must be contiguous and begin at a multiple of 16 bytes");
+  const bool headless = vocabulary == 0;
+  check.require(headless == static_cast<bool>(norm), "there must be a vocabulary or a norm");
+  if (norm) {
+    check.tensor(*norm, "norm", ScalarType::BFloat16, {width}, "[width]");
+    check.require(
+        norm->is_contiguous() && reinterpret_cast<std::uintptr_t>(norm->const_data_ptr()) % 4 == 0,
+        "norm must be contiguous and begin at a multiple of 4 bytes");
+    args.norm = norm->const_data_ptr();
+  }
+  if (head_bias) {
+    check.tensor(*head_bias, "head_bias", ScalarType::BFloat16, {vocabulary}, "[vocabulary]");
+    check.require(head_bias->is_contiguous(), "head_bias must be contiguous");
+    args.head_bias = head_bias->const_data_ptr();
+  }
+  args.weights = weights.const_data_ptr();
+  args.table = table.const_data_ptr();
+  args.linear_candidate = linear_candidate;
+  args.normalize_gates = normalize_gates;
+  args.eps = static_cast<float>(eps);
+  args.tokens = static_cast<const std::int32_t*>(tokens.const_data_ptr());
+  args.slots = static_cast<const std::int32_t*>(slots.const_data_ptr());
+  args.cell = static_cast<float*>(cell.mutable_data_ptr());
+  args.cell_layer_stride = cell.stride(0);
+  args.cell_slot_stride = cell.stride(1);
+  args.num_slots = static_cast<int>(cell.size(1));
+  const Tensor result = headless ? torch::stable::new_empty(table, {batch, width})
+                                 : torch::stable::new_empty(cell, {batch, vocabulary});
+  if (headless) {
+    args.hidden_states = result.mutable_data_ptr();
+  } else {
+    args.logits = static_cast<float*>(result.mutable_data_ptr());
+  }
+  cuda::cluster_step(args, tokens.get_device_index(), current_stream(tokens));
+  return result;
+}
+
+}  // namespace minserve

@@ -1,0 +1,98 @@
+// The C++ functions behind the schemas of bindings.cpp.
+#pragma once
+
+#include "../scan/launch.h"
+
+namespace minserve {
+
+Tensor linear_scan(const Tensor& a, const Tensor& b, const MaybeTensor& h0, bool reverse);
+std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_h, const Tensor& a,
+                                                        const Tensor& h, const MaybeTensor& h0,
+                                                        bool reverse);
+
+Tensor mingru_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                   const Tensor& slots, bool linear_candidate);
+Tensor mingru_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate);
+std::tuple<Tensor, Tensor> mingru_scan_train(const Tensor& pre, const Tensor& cu_seqlens,
+                                             const MaybeTensor& h0, bool linear_candidate);
+std::tuple<Tensor, Tensor> mingru_scan_train_backward(const Tensor& grad_h,
+                                                      const MaybeTensor& grad_h_last,
+                                                      const Tensor& pre, const Tensor& h,
+                                                      const Tensor& cu_seqlens,
+                                                      const MaybeTensor& h0, bool linear_candidate);
+
+Tensor minlstm_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                    const Tensor& slots, bool linear_candidate, bool normalize_gates);
+Tensor minlstm_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                    bool linear_candidate, bool normalize_gates);
+std::tuple<Tensor, Tensor> minlstm_scan_train(const Tensor& pre, const Tensor& cu_seqlens,
+                                              const MaybeTensor& h0, bool linear_candidate,
+                                              bool normalize_gates);
+std::tuple<Tensor, Tensor> minlstm_scan_train_backward(
+    const Tensor& grad_h, const MaybeTensor& grad_h_last, const Tensor& pre, const Tensor& h,
+    const Tensor& cu_seqlens, const MaybeTensor& h0, bool linear_candidate, bool normalize_gates);
+
+Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots);
+Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& state, const Tensor& slots);
+
+void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
+             const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
+             const MaybeTensor& mask_of);
+void draw_(const Tensor& logits, const Tensor& tokens, const Tensor& slots, const Tensor& positions,
+           const Tensor& remaining, const Tensor& cursor, const Tensor& out,
+           const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
+           const Tensor& streams, const Tensor& stop_ids);
+Tensor target_logprobs(const Tensor& logits, const Tensor& targets, std::int64_t top);
+void report_logprobs_(const Tensor& logits, const Tensor& tops, const Tensor& cursor,
+                      const Tensor& out, const Tensor& told, const Tensor& reports);
+void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero,
+                 std::int64_t zeros);
+Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
+               const Tensor& cell, const MaybeTensor& conv);
+Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,
+                  const Tensor& weights, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv);
+Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
+
+#ifdef MINSERVE_CUDA
+Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order);
+Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, std::int64_t vocabulary);
+void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
+               const Tensor& positions, const Tensor& remaining, const Tensor& cursor,
+               const Tensor& out, const Tensor& stop_ids);
+Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate, bool normalize_gates, bool fixed_order);
+std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
+                                           const MaybeTensor& bias, const Tensor& x,
+                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& ahead, bool squares);
+std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
+                                                const MaybeTensor& norm_weight, bool squares);
+Tensor rms_norm(const Tensor& x, double eps, const Tensor& weight);
+void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                 const MaybeTensor& ahead);
+Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                   const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
+                   bool linear_candidate, bool normalize_gates);
+Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
+void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
+             bool add);
+void whole_step_map(const Tensor& weight, const Tensor& map);
+Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
+                  std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
+                  bool normalize_gates, bool fixed_order);
+Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
+                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
+                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
+                    bool linear_candidate, bool normalize_gates);
+#endif
+
+}  // namespace minserve

@@ -1,0 +1,297 @@
+// The language model on the CPU: the phases of a step or of a prefill, as every member of a team
+// goes through them. Compiled once per instruction set; see core/vec.h.
+#include "../core/subnormals_cpu.h"
+#include "recurrence.h"
+
+namespace minserve {
+namespace MS_ISA {
+namespace {
+
+constexpr std::int64_t kFetchedEarly = 128 * 1024;  // bytes of weights, while waiting for others
+
+// How a product is cut: into `across` runs of panels, each of which `down` members share by rows.
+struct Cut {
+  Range rows, panels;
+};
+Cut cut_of(std::int64_t rows, std::int64_t rows_of_block, std::int64_t units, std::int64_t gates,
+           std::int64_t member, std::int64_t size) {
+  std::int64_t best = 1, least = -1;
+  const std::int64_t blocks = (rows + rows_of_block - 1) / rows_of_block;
+  for (std::int64_t down = 1; down <= size && down <= blocks; ++down) {
+    if (size % down) continue;
+    const std::int64_t across = size / down;
+    const std::int64_t longest = ((units + across - 1) / across) * ((blocks + down - 1) / down);
+    if (least < 0 || longest < least) {
+      least = longest;
+      best = down;
+    }
+  }
+  const Range part = share_of(units, member / best, size / best);
+  return {share_of(rows, member % best, best), {part.begin * gates, part.end * gates}};
+}
+
+template <class Fed>
+class Model {
+ public:
+  Model(const Work& work, Team& team, std::int64_t member)
+      : work_(work), plan_(*work.plan), to_(work.buffers), team_(team), member_(member) {
+    fed_stride_ = fed_row_bytes(plan_.width, kElement);
+    h_stride_ = fed_row_bytes(plan_.inner, kElement);
+    mlp_stride_ = fed_row_bytes(plan_.hidden, kElement);
+  }
+
+  void run() {
+    if (work_.hidden) {
+      feed_rows(work_.hidden, plan_.width, to_.fed, fed_stride_);
+      wait_before(plan_.head);
+      return head(to_.fed);
+    }
+    embed();
+    wait_before(first_matrix(work_.layers[0]));
+    for (std::int64_t l = 0; l < plan_.layers; ++l) {
+      front(l);
+      back(l);
+    }
+    if (work_.logits) {
+      head(norm(plan_.norm, plan_.head));
+    } else if (work_.normed) {
+      const Range mine = share_of(work_.rows, member_, team_.size);
+      for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+        float* to = work_.normed + r * plan_.width;
+        norm_row(x(r), plan_.norm, plan_.width, plan_.eps,
+                 [&](std::int64_t c, VF v, auto lanes) { store(to + c, v, lanes); });
+      }
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kElement = sizeof(typename Fed::element);
+
+  float* x(std::int64_t row) const { return to_.x + row * plan_.width; }
+
+  // --- waiting, and what is read after it
+
+  Cut cut(const Matrix& m) const {
+    // What goes from row to row stays with one member.
+    const bool by_rows = m.gates == 1 || !work_.layout.cu_seqlens;
+    return cut_of(work_.rows, by_rows ? kRowsOfBlock<Fed> : work_.rows, m.panels() / m.gates,
+                  m.gates, member_, team_.size);
+  }
+  void wait_before(const Matrix& next) {
+    const Cut mine = cut(next);
+    std::int64_t stride;
+    const char* from = next.at(mine.panels.begin, stride);
+    const std::int64_t bytes =
+        (mine.panels.end - mine.panels.begin) * next.steps() * next.step_bytes();
+    team_.barrier(from, bytes < kFetchedEarly ? bytes : kFetchedEarly);
+  }
+  const Matrix& first_matrix(const LayerPlan& layer) const {
+    return layer.conv_taps ? layer.pointwise : layer.gates;
+  }
+  const Matrix& after_back(std::int64_t l) const {
+    return l + 1 < plan_.layers ? first_matrix(work_.layers[l + 1]) : plan_.head;
+  }
+
+  // --- rows into what matrices read
+
+  template <class F>
+  void each_piece(const F& f) const {  // (row, begin, end): a row's channels in runs
+    constexpr std::int64_t run = 64;
+    const std::int64_t runs = (plan_.width + run - 1) / run;
+    const Range mine = share_of(work_.rows * runs, member_, team_.size);
+    for (std::int64_t i = mine.begin; i < mine.end; ++i) {
+      const std::int64_t begin = i % runs * run;
+      f(i / runs, begin, begin + run < plan_.width ? begin + run : plan_.width);
+    }
+  }
+  void embed() const {
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
+      const std::int64_t token = work_.long_tokens
+                                     ? static_cast<const std::int64_t*>(work_.tokens)[row]
+                                     : static_cast<const std::int32_t*>(work_.tokens)[row];
+      if (token < 0 || token >= plan_.vocab) {  // of a row that is skipped: the host has looked
+        for (std::int64_t c = begin; c < end; ++c) x(row)[c] = 0.0f;
+      } else if (plan_.embedding) {
+        table_row(plan_, token, begin, end, x(row));
+      } else {
+        packed_row(plan_.head, token, begin, end, x(row));
+      }
+    });
+  }
+  void feed_rows(const float* from, std::int64_t width, char* to, std::int64_t stride) const {
+    const Range mine = share_of(work_.rows, member_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      each_vector(0, width, [&](std::int64_t c, auto lanes) {
+        Fed::put(to + r * stride, c, load<VF>(from + r * width + c, lanes));
+      });
+    }
+  }
+  // RMSNorm of x for `next`; a few rows by every member for itself.
+  const char* norm(const float* weight, const Matrix& next) {
+    const bool own = work_.rows <= kOwnRows;
+    char* to = own ? to_.own + member_ * kOwnRows * fed_stride_ : to_.fed;
+    const Range mine = own ? Range{0, work_.rows} : share_of(work_.rows, member_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      norm_row(x(r), weight, plan_.width, plan_.eps,
+               [&](std::int64_t c, VF v, auto) { Fed::put(to + r * fed_stride_, c, v); });
+    }
+    if (!own) wait_before(next);
+    return to;
+  }
+
+  // --- matrices
+
+  template <class F>
+  void product(const Matrix& m, const char* fed, std::int64_t stride, F&& finish) const {
+    const Cut mine = cut(m);
+    // What goes from row to row has all rows of its panels one after the other. Others go in even
+    // parts, of whole blocks: the weights of all panels pass for each.
+    constexpr std::int64_t block = kRowsOfBlock<Fed>;
+    const std::int64_t all = mine.rows.end - mine.rows.begin;
+    const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
+    const std::int64_t parts = all <= most ? 1 : (all - 1) / most + 1;
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const Range blocks = share_of((all + block - 1) / block, part, parts);
+      const std::int64_t end = blocks.end * block < all ? blocks.end * block : all;
+      multiply<Fed>(m, fed, stride, {mine.rows.begin + blocks.begin * block, mine.rows.begin + end},
+                    mine.panels, finish);
+    }
+  }
+  void add_to_x(const Matrix& m, const char* fed, std::int64_t stride) const {
+    product(m, fed, stride,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              each_output(Output{m, panel, sums}, panels, [&](std::int64_t c, auto lanes, VF v) {
+                store(x(row) + c, load<VF>(x(row) + c, lanes) + v, lanes);
+              });
+            });
+  }
+  void head(const char* fed) const {
+    product(plan_.head, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              float* to = work_.logits + row * plan_.vocab;
+              each_output(Output{plan_.head, panel, sums}, panels,
+                          [&](std::int64_t c, auto lanes, VF v) { store(to + c, v, lanes); });
+            });
+  }
+
+  // --- the halves of a layer
+
+  void front(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    if (layer.conv_taps) {
+      convolve_rows(l);
+      wait_before(layer.pointwise);
+      add_to_x(layer.pointwise, to_.fed, fed_stride_);
+      wait_before(layer.gates);
+    }
+    const char* fed = norm(layer.cell_norm, layer.gates);
+    if (plan_.lstm) {
+      recur<MinLstmCell<VF>>(l, fed);
+    } else {
+      recur<MinGruCell<VF>>(l, fed);
+    }
+    wait_before(layer.out.data ? layer.out : layer.mlp_norm ? layer.up : after_back(l));
+  }
+
+  void back(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    const Matrix& after = layer.mlp_norm ? layer.up : after_back(l);
+    if (layer.out.data) {
+      add_to_x(layer.out, to_.h, h_stride_);
+      wait_before(after);
+    } else {
+      add_hidden();
+      wait_before(after);
+    }
+    if (!layer.mlp_norm) return;
+    const char* fed = norm(layer.mlp_norm, layer.up);
+    product(layer.up, fed, fed_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              char* to = to_.mlp + row * mlp_stride_;
+              each_output(Output{layer.up, panel, sums}, panels,
+                          [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu_for<Fed>(v)); });
+            });
+    wait_before(layer.down);
+    add_to_x(layer.down, to_.mlp, mlp_stride_);
+    wait_before(after_back(l));
+  }
+
+  void convolve_rows(std::int64_t l) const {
+    // Runs of channels of whole sequences, narrower where there are few.
+    const Layout& layout = work_.layout;
+    const std::int64_t sequences = layout.sequences + 1;  // the last: padding
+    const std::int64_t wide = 4 * kPanel;
+    const bool many = sequences * plan_.width >= 4 * wide * team_.size;
+    const std::int64_t run = many ? wide : kPanel;
+    const std::int64_t runs = (plan_.width + run - 1) / run;
+    const Range mine = share_of(sequences * runs, member_, team_.size);
+    const auto put = [&](std::int64_t row, std::int64_t c, VF v) {
+      Fed::put(to_.fed + row * fed_stride_, c, v);
+    };
+    for (std::int64_t i = mine.begin; i < mine.end; ++i) {
+      const Sequence at = sequence_of(layout, i / runs);
+      const std::int64_t begin = i % runs * run;
+      const std::int64_t end = begin + run < plan_.width ? begin + run : plan_.width;
+      if (at.slot >= 0) {
+        convolve(plan_, work_.layers[l], at, to_.x,
+                 work_.conv + l * work_.conv_layer + at.slot * work_.conv_slot, work_.conv_tap,
+                 begin, end, put);
+        continue;
+      }
+      for (std::int64_t row = at.begin; row < at.end; ++row) {
+        each_vector(begin, end, [&](std::int64_t c, auto) { put(row, c, splat<VF>(0.0f)); });
+      }
+    }
+  }
+
+  template <class Cell>
+  void recur(std::int64_t l, const char* fed) const {
+    ScanArgs choice;
+    choice.linear_candidate = plan_.linear_candidate;
+    choice.normalize_gates = plan_.normalize_gates;
+    with_options<true>(choice, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
+  }
+  template <class Cell, class O>
+  void recur_with(const O& options, std::int64_t l, const char* fed) const {
+    const Matrix& gates = work_.layers[l].gates;
+    product(
+        gates, fed, fed_stride_,
+        Recurrence<Cell, O, Fed>(options, gates, work_.layout, work_.cell + l * work_.cell_layer,
+                                 work_.cell_slot, to_.h, h_stride_, cut(gates).rows.begin));
+  }
+
+  // x += h, where there is no projection.
+  void add_hidden() const {
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
+      const auto* h = reinterpret_cast<const typename Fed::element*>(to_.h + row * h_stride_);
+      each_vector(begin, end, [&](std::int64_t c, auto lanes) {
+        store(x(row) + c, load<VF>(x(row) + c, lanes) + load<VF>(h + c, lanes), lanes);
+      });
+    });
+  }
+
+  const Work& work_;
+  const Plan& plan_;
+  const Buffers& to_;
+  Team& team_;
+  const std::int64_t member_;
+  std::int64_t fed_stride_, h_stride_, mlp_stride_;
+};
+
+}  // namespace
+
+std::int64_t fed_bytes(bool half) {
+  return half ? sizeof(FedHalf::element) : sizeof(FedFloat::element);
+}
+
+void run_lm(const Work& work, Team& team, std::int64_t member) {
+  const WithoutSubnormals as_tiles_have_them;
+  if (work.plan->half) {
+    Model<FedHalf>(work, team, member).run();
+  } else {
+    Model<FedFloat>(work, team, member).run();
+  }
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve

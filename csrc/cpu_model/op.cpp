@@ -1,0 +1,247 @@
+// The whole language model as operators on the CPU: a step, a prefill, logits.
+#include <algorithm>
+#include <chrono>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#include <thread>
+#endif
+
+#include "../core/operators.h"
+#include "plan_check.h"
+
+namespace minserve {
+
+#if defined(__linux__)
+void sleep_while(const std::int32_t* at, std::int32_t value) {
+  syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_sleepers(const std::int32_t* at) {
+  syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+#else
+void sleep_while(const std::int32_t*, std::int32_t) {
+  std::this_thread::yield();
+}
+void wake_sleepers(const std::int32_t*) {}
+#endif
+
+namespace {
+
+constexpr std::int64_t kClosed = std::int64_t{1} << 32;
+// How long the first member waits for the others. Threads that sleep take some 50 us to come.
+constexpr auto kJoiningTime = std::chrono::milliseconds(1);
+// Weights per member and row below which another one costs more than it brings.
+constexpr std::int64_t kGrainBytes = 48 * 1024;
+
+// The number of a new member, or -1 when the team is closed; see thread_team.h.
+std::int64_t join(Team& team, bool first, std::int64_t pieces, std::int64_t wanted) {
+  const std::int64_t me = __atomic_fetch_add(&team.joined, 1, __ATOMIC_ACQ_REL);
+  if (me >= kClosed) return -1;
+  __atomic_fetch_add(&team.claimed, pieces, __ATOMIC_ACQ_REL);
+  if (!first) {
+    team.passed.wait_while(0, nullptr, 0);
+    return me;
+  }
+  const auto last_call = std::chrono::steady_clock::now() + kJoiningTime;
+  while (__atomic_load_n(&team.claimed, __ATOMIC_ACQUIRE) < wanted &&
+         std::chrono::steady_clock::now() < last_call) {
+    spin_pause();
+  }
+  team.size =
+      static_cast<std::int32_t>(__atomic_fetch_add(&team.joined, kClosed, __ATOMIC_ACQ_REL));
+  team.passed.set(1);
+  return me;
+}
+
+struct Calls {  // of one instruction set
+  LmFn run;
+  FedBytesFn fed_bytes;
+};
+Calls calls() {
+#if defined(MINSERVE_X86)
+  switch (isa()) {
+#if defined(MINSERVE_AMX)
+    case Isa::amx:
+      return {&amx::run_lm, &amx::fed_bytes};
+#endif
+    case Isa::avx512_bf16:
+      return {&avx512_bf16::run_lm, &avx512_bf16::fed_bytes};
+    case Isa::avx512:
+      return {&avx512::run_lm, &avx512::fed_bytes};
+    case Isa::avx2:
+      return {&avx2::run_lm, &avx2::fed_bytes};
+    default:
+      break;
+  }
+#endif
+  return {&generic::run_lm, &generic::fed_bytes};
+}
+
+// One call: the model, the tensors that every part shares, and the memory between its phases.
+class Call {
+ public:
+  Call(const Check& check, const Tensor& weights, const Tensor& plan, const Tensor& like,
+       std::int64_t rows)
+      : check_(check), model_(read_plan(check, weights, plan)), like_(like), calls_(calls()) {
+    work.plan = &model_.plan;
+    work.layers = model_.layers.data();
+    work.rows = rows;
+    const std::int64_t wide = std::max<std::int64_t>(1, model_.weight_bytes / kGrainBytes) *
+                              std::max<std::int64_t>(1, rows / 4);
+    threads_ = std::clamp<std::int64_t>(torch::stable::get_num_threads(), 1, wide);
+  }
+  const Plan& plan() const { return model_.plan; }
+
+  // Floats, for this call.
+  float* floats(std::int64_t count) {
+    kept_.push_back(
+        torch::stable::new_empty(like_, {std::max<std::int64_t>(1, count)}, ScalarType::Float));
+    return static_cast<float*>(kept_.back().mutable_data_ptr());
+  }
+  void use_tokens(const Tensor& tokens) {
+    work.tokens = tokens.const_data_ptr();
+    work.long_tokens = tokens.scalar_type() == ScalarType::Long;
+  }
+  void use_buffers() {
+    const Plan& p = plan();
+    const std::int64_t element = calls_.fed_bytes(p.half), rows = work.rows;
+    const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
+    const std::int64_t own = threads_ * kOwnRows * fed_row_bytes(p.width, element);
+    work.buffers.x = floats(rows * p.width);
+    char* at = reinterpret_cast<char*>(
+        floats((bytes(p.width) + bytes(p.inner) + bytes(p.hidden) + own) / 4));
+    work.buffers.fed = at;
+    work.buffers.h = at += bytes(p.width);
+    work.buffers.mlp = at += bytes(p.inner);
+    work.buffers.own = at + bytes(p.hidden);
+  }
+  void use_state(const Tensor& cell, const MaybeTensor& conv) {
+    const Plan& p = plan();
+    check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner},
+                  "[layers, slots, inner]");
+    check_.require(p.inner == 1 || cell.stride(2) == 1,
+                   "cell is changed in place, so its last dimension must be contiguous");
+    work.cell = static_cast<float*>(cell.mutable_data_ptr());
+    work.cell_layer = cell.stride(0);
+    work.cell_slot = cell.stride(1);
+    check_.require(conv.has_value() == (p.taps > 0),
+                   "conv must be given for a model with "
+                   "convolutions, and only for one");
+    if (!conv) return;
+    check_.tensor(*conv, "conv", ScalarType::Float, {p.layers, cell.size(1), p.taps - 1, p.width},
+                  "[layers, slots, taps - 1, d_model]");
+    check_.require(p.width == 1 || conv->stride(3) == 1,
+                   "conv is changed in place, so its last dimension must be contiguous");
+    work.conv = static_cast<float*>(conv->mutable_data_ptr());
+    work.conv_layer = conv->stride(0);
+    work.conv_slot = conv->stride(1);
+    work.conv_tap = conv->stride(2);
+  }
+
+  void run() {
+    Team team;
+    torch::stable::parallel_for(0, threads_, 1, [&](std::int64_t begin, std::int64_t end) {
+      const std::int64_t me = join(team, begin == 0, end - begin, threads_);
+      if (me >= 0) calls_.run(work, team, me);
+    });
+  }
+
+  Work work;
+
+ private:
+  const Check& check_;
+  PackedModel model_;
+  const Tensor& like_;
+  Calls calls_;
+  std::int64_t threads_ = 1;
+  std::vector<Tensor> kept_;
+};
+
+// Tokens of rows that are read must be in range: they index memory.
+void check_tokens(const Check& check, const Tensor& tokens, std::int64_t vocab,
+                  const std::int32_t* skipped_where_negative) {
+  const bool wide = tokens.scalar_type() == ScalarType::Long;
+  for (std::int64_t i = 0; i < tokens.size(0); ++i) {
+    if (skipped_where_negative && skipped_where_negative[i] < 0) continue;
+    const std::int64_t token = wide ? static_cast<const std::int64_t*>(tokens.const_data_ptr())[i]
+                                    : static_cast<const std::int32_t*>(tokens.const_data_ptr())[i];
+    check.require(token >= 0 && token < vocab, "tokens[", i, "] is ", token, "; allowed: 0 to ",
+                  vocab - 1);
+  }
+}
+
+void check_token_type(const Check& check, const Tensor& tokens, const char* shape) {
+  check.require(tokens.dim() == 1 && (tokens.scalar_type() == ScalarType::Int ||
+                                      tokens.scalar_type() == ScalarType::Long),
+                "tokens must be int32 or int64 ", shape, ", got ", describe(tokens));
+  check.require(tokens.is_cpu(), "tokens must be on the CPU, got ", describe(tokens));
+}
+
+}  // namespace
+
+Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tensor& weights,
+               const Tensor& plan, const Tensor& cell, const MaybeTensor& conv) {
+  const Check check("lm_step", tokens_given, "tokens");
+  check_token_type(check, tokens_given, "[batch]");
+  const Tensor tokens = torch::stable::contiguous(tokens_given);
+  const Tensor slots = torch::stable::contiguous(slots_given);
+  const std::int64_t batch = tokens.size(0);
+  Call call(check, weights, plan, tokens, batch);
+  const Plan& p = call.plan();
+  call.use_state(cell, conv);
+  Work& work = call.work;
+  work.layout = step_layout(check, slots, cell.size(1), batch, p.inner);
+  check_tokens(check, tokens, p.vocab, work.layout.slots);
+  Tensor logits = torch::stable::new_empty(tokens, {batch, p.vocab}, ScalarType::Float);
+  if (batch == 0) return logits;
+  call.use_tokens(tokens);
+  call.use_buffers();
+  work.logits = static_cast<float*>(logits.mutable_data_ptr());
+  call.run();
+  return logits;
+}
+
+Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tensor& slots_given,
+                  const Tensor& weights, const Tensor& plan, const Tensor& cell,
+                  const MaybeTensor& conv) {
+  const Check check("lm_prefill", tokens_given, "tokens");
+  check_token_type(check, tokens_given, "[tokens]");
+  const Tensor tokens = torch::stable::contiguous(tokens_given);
+  const Tensor cu = torch::stable::contiguous(cu_given);
+  const Tensor slots = torch::stable::contiguous(slots_given);
+  const std::int64_t rows = tokens.size(0);
+  Call call(check, weights, plan, tokens, rows);
+  const Plan& p = call.plan();
+  call.use_state(cell, conv);
+  Work& work = call.work;
+  work.layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
+  check_tokens(check, tokens, p.vocab, nullptr);
+  Tensor hidden = torch::stable::new_empty(tokens, {rows, p.width}, ScalarType::Float);
+  if (rows == 0) return hidden;
+  call.use_tokens(tokens);
+  call.use_buffers();
+  work.normed = static_cast<float*>(hidden.mutable_data_ptr());
+  call.run();
+  return hidden;
+}
+
+Tensor lm_logits(const Tensor& hidden_given, const Tensor& weights, const Tensor& plan) {
+  const Check check("lm_logits", hidden_given, "hidden");
+  const Tensor hidden = torch::stable::contiguous(hidden_given);
+  check.require(hidden.dim() == 2, "hidden must be [n, d_model], got ", describe(hidden));
+  Call call(check, weights, plan, hidden, hidden.size(0));
+  const Plan& p = call.plan();
+  check.tensor(hidden, "hidden", ScalarType::Float, {-1, p.width}, "[n, d_model]");
+  Tensor logits = torch::stable::new_empty(hidden, {hidden.size(0), p.vocab});
+  if (hidden.size(0) == 0) return logits;
+  call.use_buffers();
+  call.work.hidden = static_cast<const float*>(hidden.const_data_ptr());
+  call.work.logits = static_cast<float*>(logits.mutable_data_ptr());
+  call.run();
+  return logits;
+}
+
+}  // namespace minserve

@@ -1,0 +1,130 @@
+// A packed language model in memory, and the work of one call on it. No torch in here.
+//
+// All weights lie in one block of memory (engine/models/backends/cpu.py writes it). A matrix of
+// `outputs` x `inputs` is cut into panels of 16 outputs, four panels to a group (three where three
+// gates lie side by side); a group is stored step after step along the inputs, all its panels side
+// by side, so that whoever multiplies with neighbouring outputs reads memory in one straight run:
+//   float32   a step is one input:  [panel][16 outputs]
+//   bfloat16  a step is two inputs: [panel][16 outputs][2 inputs]
+//   int8      a step is two inputs: [panel][2 inputs][16 outputs]
+// Outputs beyond the last, and an odd last input's partner, are zeros. Vectors (biases, scales,
+// norms) are fp32, padded with zeros to whole panels and in the order of the panels.
+#pragma once
+
+#include "../core/types.h"
+#include "thread_team.h"
+
+namespace minserve {
+
+constexpr std::int64_t kPanel = 16;      // outputs of a panel
+constexpr std::int64_t kMostPanels = 4;  // of a group
+
+MS_HD std::int64_t up_to(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+enum class Kind : std::int64_t { f32 = 0, bf16 = 1, i8 = 2 };
+
+struct Matrix {
+  const char* data = nullptr;  // null: there is none
+  const float* scale = nullptr;
+  const float* bias = nullptr;
+  Kind stored = Kind::f32;
+  std::int64_t inputs = 0;
+  std::int64_t outputs = 0;  // of each gate
+  std::int64_t gates = 1;    // matrices whose panels alternate
+
+  std::int64_t panels() const { return gates * ((outputs + kPanel - 1) / kPanel); }
+  std::int64_t group() const { return gates == 3 ? 3 : kMostPanels; }
+  std::int64_t steps() const { return stored == Kind::f32 ? inputs : (inputs + 1) / 2; }
+  std::int64_t step_bytes() const { return stored == Kind::i8 ? 2 * kPanel : 4 * kPanel; }
+  std::int64_t bytes() const { return panels() * steps() * step_bytes(); }
+  // Where panel `panel` begins, and how far its steps lie apart.
+  const char* at(std::int64_t panel, std::int64_t& stride) const {
+    const std::int64_t first = panel / group() * group();
+    const std::int64_t together = panels() - first < group() ? panels() - first : group();
+    stride = together * step_bytes();
+    return data + first * steps() * step_bytes() + (panel - first) * step_bytes();
+  }
+};
+
+struct LayerPlan {
+  const float* conv_taps = nullptr;  // [taps, padded d_model]; null: no convolution
+  const float* conv_bias = nullptr;
+  Matrix pointwise;
+  const float* cell_norm = nullptr;
+  Matrix gates;
+  Matrix out;  // no data: identity
+  const float* mlp_norm = nullptr;
+  Matrix up, down;  // no data: no MLP
+};
+
+struct Plan {
+  std::int64_t layers = 0, width = 0, inner = 0, hidden = 0, vocab = 0, taps = 0;
+  bool lstm = false, linear_candidate = false, normalize_gates = true;
+  bool half = false;  // what is multiplied with weights is rounded to bfloat16
+  float eps = 0;
+  // Rows [vocab, width] as `embedding_stored`; null: the head's matrix holds them.
+  const char* embedding = nullptr;
+  const float* embedding_scale = nullptr;
+  Kind embedding_stored = Kind::f32;
+  const float* norm = nullptr;
+  Matrix head;
+};
+
+// Bytes from one row of what feeds a matrix to the next: whole panels, and a line more, without
+// which all rows of many a width would take turns in a few sets of the first-level cache.
+MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
+  return up_to(up_to(width, kPanel) * element, 64) + 64;
+}
+
+// Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
+// buffers begin at cache lines.
+struct Buffers {
+  float* x = nullptr;   // [rows, width]: the residual stream
+  char* fed = nullptr;  // [rows, width]: what a matrix of `width` inputs reads
+  char* h = nullptr;    // [rows, inner]
+  char* mlp = nullptr;  // [rows, hidden]
+  char* own = nullptr;  // per member [kOwnRows, width]
+};
+
+// Up to this many rows every member prepares a matrix' input for itself, which costs less than
+// waiting for each other.
+constexpr std::int64_t kOwnRows = 4;
+
+// A call: a step, a prefill, or the head alone.
+struct Work {
+  const Plan* plan = nullptr;
+  const LayerPlan* layers = nullptr;
+  Buffers buffers;
+  std::int64_t rows = 0;
+  const void* tokens = nullptr;  // read when not null: rows of the embedding -> x
+  bool long_tokens = false;
+  // Of the sequences that rows are of, each one's in a step; their states move on.
+  Layout layout;
+  float* cell = nullptr;  // [layers, slots, inner]
+  std::int64_t cell_layer = 0, cell_slot = 0;
+  float* conv = nullptr;  // [layers, slots, taps - 1, width]
+  std::int64_t conv_layer = 0, conv_slot = 0, conv_tap = 0;
+  float* normed = nullptr;        // [rows, width]: the final norm's output, when wanted
+  const float* hidden = nullptr;  // [rows, width]: when given, only the head is applied to it
+  float* logits = nullptr;        // [rows, vocab], when wanted
+};
+
+using LmFn = void (*)(const Work&, Team&, std::int64_t member);
+// Bytes of an element that feeds matrices: instruction sets differ in how they keep bfloat16.
+using FedBytesFn = std::int64_t (*)(bool half);
+
+#define MS_DECLARE_LM(isa)                                        \
+  namespace isa {                                                 \
+  void run_lm(const Work& work, Team& team, std::int64_t member); \
+  std::int64_t fed_bytes(bool half);                              \
+  }
+MS_DECLARE_LM(generic)
+MS_DECLARE_LM(avx2)
+MS_DECLARE_LM(avx512)
+MS_DECLARE_LM(avx512_bf16)
+MS_DECLARE_LM(amx)
+#undef MS_DECLARE_LM
+
+}  // namespace minserve

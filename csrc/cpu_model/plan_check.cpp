@@ -1,0 +1,151 @@
+#include "plan_check.h"
+
+#include <cstring>
+
+namespace minserve {
+
+namespace {
+
+constexpr std::int64_t kVersion = 2;
+constexpr std::int64_t kMost = std::int64_t{1} << 32;  // of any width: products of two fit
+
+class Reader {
+ public:
+  Reader(const Check& check, const Tensor& weights, const Tensor& plan)
+      : check_(check),
+        base_(static_cast<const char*>(weights.const_data_ptr())),
+        bytes_(weights.size(0)),
+        next_(static_cast<const std::int64_t*>(plan.const_data_ptr())),
+        left_(plan.size(0)) {}
+
+  std::int64_t number(std::int64_t least, std::int64_t most) {
+    check_.require(left_ > 0, "plan ends too early");
+    const std::int64_t value = *next_;
+    check_.require(least <= value && value <= most, "plan holds ", value, " where ", least, " to ",
+                   most, " are allowed");
+    ++next_;
+    --left_;
+    return value;
+  }
+  double real() {
+    const std::int64_t bits = number(INT64_MIN, INT64_MAX);
+    double value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+  // Where `bytes` bytes begin; null for offset -1.
+  const char* place(std::int64_t bytes) {
+    const std::int64_t offset = number(-1, bytes_);
+    if (offset < 0) return nullptr;
+    check_.require(offset % 64 == 0 && bytes <= bytes_ - offset, "plan names ", bytes, " bytes at ",
+                   offset, " of weights with ", bytes_);
+    return base_ + offset;
+  }
+  const float* vector(std::int64_t count) {
+    return reinterpret_cast<const float*>(place(4 * up_to(count, kPanel)));
+  }
+  const float* needed(std::int64_t count) {
+    const float* at = vector(count);
+    check_.require(at, "plan leaves out a vector of ", count);
+    return at;
+  }
+  Kind stored(bool half) {
+    const auto kind = static_cast<Kind>(number(0, 2));
+    check_.require(kind == Kind::i8 || (kind == Kind::bf16) == half,
+                   "plan has matrices of another type than the model");
+    return kind;
+  }
+  // Four numbers: type, weights, scale, bias.
+  Matrix matrix(bool half, std::int64_t inputs, std::int64_t outputs, std::int64_t gates) {
+    Matrix m;
+    m.inputs = inputs;
+    m.outputs = outputs;
+    m.gates = gates;
+    m.stored = stored(half);
+    m.data = place(m.bytes());
+    m.scale = vector(m.panels() * kPanel);
+    m.bias = vector(m.panels() * kPanel);
+    check_.require((m.stored == Kind::i8) == (m.scale != nullptr) || !m.data,
+                   "plan must give int8 matrices, and only them, a scale");
+    return m;
+  }
+  void end() const { check_.require(left_ == 0, "plan has ", left_, " numbers too many"); }
+  const Check& check() const { return check_; }
+
+ private:
+  const Check& check_;
+  const char* base_;
+  std::int64_t bytes_;
+  const std::int64_t* next_;
+  std::int64_t left_;
+};
+
+LayerPlan read_layer(Reader& from, const Plan& plan) {
+  const Check& check = from.check();
+  const std::int64_t width = plan.width, inner = plan.inner;
+  LayerPlan layer;
+  layer.conv_taps = from.vector(plan.taps * up_to(width, kPanel));
+  layer.conv_bias = from.vector(width);
+  layer.pointwise = from.matrix(plan.half, width, width, 1);
+  check.require((plan.taps > 0) == (layer.conv_taps != nullptr) &&
+                    (plan.taps > 0) == (layer.pointwise.data != nullptr),
+                "plan must have all of a convolution or nothing");
+  layer.cell_norm = from.needed(width);
+  layer.gates = from.matrix(plan.half, width, inner, plan.lstm ? 3 : 2);
+  check.require(layer.gates.data, "plan leaves out a gate matrix");
+  layer.out = from.matrix(plan.half, inner, width, 1);
+  check.require(layer.out.data || inner == width, "plan leaves out an out projection");
+  layer.mlp_norm = from.vector(width);
+  layer.up = from.matrix(plan.half, width, plan.hidden, 1);
+  layer.down = from.matrix(plan.half, plan.hidden, width, 1);
+  check.require((plan.hidden > 0) == (layer.mlp_norm != nullptr) &&
+                    (plan.hidden > 0) == (layer.up.data != nullptr) &&
+                    (plan.hidden > 0) == (layer.down.data != nullptr),
+                "plan must have all of an MLP or nothing");
+  return layer;
+}
+
+}  // namespace
+
+PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& plan) {
+  check.tensor(weights, "weights", ScalarType::Byte, {-1}, "[bytes]");
+  check.tensor(plan, "plan", ScalarType::Long, {-1}, "[numbers]");
+  check.require(weights.is_cpu(), "weights must be on the CPU, got ", describe(weights));
+  check.require(weights.is_contiguous() && plan.is_contiguous(),
+                "weights and plan must be contiguous");
+  check.require(reinterpret_cast<std::uintptr_t>(weights.const_data_ptr()) % 64 == 0,
+                "weights must begin at a multiple of 64 bytes");
+  Reader from(check, weights, plan);
+  PackedModel model;
+  Plan& p = model.plan;
+  from.number(kVersion, kVersion);
+  p.lstm = from.number(0, 1);
+  p.linear_candidate = from.number(0, 1);
+  p.normalize_gates = from.number(0, 1);
+  p.half = from.number(0, 1);
+  p.eps = static_cast<float>(from.real());
+  p.layers = from.number(1, 4096);
+  p.width = from.number(1, kMost);
+  p.inner = from.number(1, kMost);
+  p.hidden = from.number(0, kMost);
+  p.vocab = from.number(1, kMost);
+  p.taps = from.number(0, 256);
+  p.embedding_stored = from.stored(p.half);
+  const std::int64_t element = p.embedding_stored == Kind::f32    ? 4
+                               : p.embedding_stored == Kind::bf16 ? 2
+                                                                  : 1;
+  p.embedding = from.place(p.vocab * p.width * element);
+  p.embedding_scale = from.vector(p.vocab);
+  check.require(!p.embedding || (p.embedding_stored == Kind::i8) == (p.embedding_scale != nullptr),
+                "plan must give an int8 embedding, and only it, a scale");
+  p.norm = from.needed(p.width);
+  p.head = from.matrix(p.half, p.width, p.vocab, 1);
+  check.require(p.head.data, "plan leaves out the head");
+  model.layers.reserve(static_cast<std::size_t>(p.layers));
+  for (std::int64_t l = 0; l < p.layers; ++l) model.layers.push_back(read_layer(from, p));
+  from.end();
+  model.weight_bytes = weights.size(0);
+  return model;
+}
+
+}  // namespace minserve

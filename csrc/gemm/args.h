@@ -1,0 +1,64 @@
+// Arguments of a linear map with its neighbours folded in; shared by host and device code.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/types.h"
+
+namespace minserve {
+
+// What is made of a product y = W x (scaled, bias added) before it is written, where no step of a
+// recurrence follows.
+enum class Epilogue : int {
+  plain,     // y
+  gelu,      // y Phi(y), exact
+  logits,    // y in fp32
+  residual,  // x += y; x times the next norm's weight; sums of squares of x; x += ahead
+};
+
+// Rows of x whose squares are summed together; a norm adds these sums up in their order.
+constexpr int kSquareRows = 64;
+
+// The input is x norm_weight, and its RMS norm's division is left for the product's sums.
+struct LeftNorm {
+  const float* squares = nullptr;  // [blocks, tokens]; null: there is no norm
+  int square_blocks = 0;
+  float width = 1.0f;  // what the sum of squares is divided by
+  float eps = 0.0f;
+};
+
+struct LinearArgs : LeftNorm {
+  Epilogue epilogue = Epilogue::plain;
+  std::int64_t tokens = 0;
+  std::int64_t channels = 0;  // of the output: rows of W, over the gates
+  std::int64_t inputs = 0;
+
+  const void* bias = nullptr;  // [rows of W]
+  void* out = nullptr;         // [tokens, channels]
+
+  void* x = nullptr;                  // residual: [tokens, channels], in place
+  const void* norm_weight = nullptr;  // residual: [channels], of the norm that comes next
+  void* scaled = nullptr;             // residual: [tokens, channels], or null: x itself, or none
+  float* squares_out = nullptr;       // residual: [channels / kSquareRows, tokens], or null
+  const void* ahead = nullptr;        // residual: [channels], added to x after that; or null
+
+  float* state = nullptr;  // steps: [num_slots, channels] with rows state_stride apart
+  std::int64_t state_stride = 0, num_slots = 0;
+  const std::int32_t* slots = nullptr;  // [tokens]
+  bool linear_candidate = false, normalize_gates = true;
+
+  bool fixed_order = false;  // sums in an order that the number of tokens has no part in
+  int turns = 1;             // parts of the inputs that a block takes one after another
+};
+
+struct EmbedArgs {
+  std::int64_t tokens = 0, channels = 0, vocabulary = 0;
+  const std::int32_t* ids = nullptr;  // [tokens]; out of range: zeros
+  const void* table = nullptr;        // [vocabulary, channels]
+  void* x = nullptr;
+  const void* norm_weight = nullptr;
+  void* scaled = nullptr;    // or null: of ones, or no norm comes next
+  float* squares = nullptr;  // or null
+};
+
+}  // namespace minserve

@@ -1,0 +1,212 @@
+// What is made of finished sums, four neighbouring channels of one token at a time.
+//
+// Sixteen neighbouring threads have the kSquareRows channels whose squares are summed together.
+#pragma once
+
+#include "../core/vector_access.cuh"
+#include "../scan/gates.h"
+#include "../core/gelu.cuh"
+#include "../cells/minlstm.h"
+#include "../cells/mingru.h"
+#include "args.h"
+#include "epilogue_operands.cuh"
+
+namespace minserve {
+namespace cuda {
+
+constexpr int kQuad = 4;
+
+template <class T>
+using Quad = Channels<T, kQuad>;
+
+// Where a quad is: of all, and of what its block finishes.
+struct Place {
+  int token, channel, own_token, own_channel;
+  __device__ __forceinline__ bool inside(const LinearArgs& args) const {
+    return token < args.tokens && channel < args.channels;
+  }
+  // In a matrix [tokens, channels].
+  __device__ __forceinline__ std::int64_t offset(const LinearArgs& args) const {
+    return token * args.channels + channel;
+  }
+};
+
+// What the sums of a token are multiplied by: its norm's division, or nothing.
+__device__ __forceinline__ float norm_scale_of(const LeftNorm& norm, float squares) {
+  return rsqrtf(squares / norm.width + norm.eps);
+}
+// Sums of squares are added up in their order, kAhead of them on their way at a time.
+template <int kAhead>
+__device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t token) {
+  if (!args.squares) return 1.0f;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int first = 0; first < args.square_blocks; first += kAhead) {
+    float next[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = first + i;
+      next[i] = block < args.square_blocks && token < args.tokens
+                    ? args.squares[block * args.tokens + token]
+                    : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) sum += next[i];
+  }
+  return norm_scale_of(args, sum);
+}
+
+// What is read for a quad before its sums are looked at: the state, or the residual stream.
+template <bool kStepping>
+struct Before {
+  Quad<bf16> x;
+  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int) {
+    if (args.epilogue == Epilogue::residual && at.inside(args)) {
+      x.load(static_cast<const bf16*>(args.x) + at.offset(args));
+    }
+  }
+};
+template <>
+struct Before<true> {
+  Quad<float> state;
+  float* row;  // null: a padding row
+  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int slot) {
+    row = nullptr;
+    if (slot < 0 || slot >= args.num_slots || !at.inside(args)) return;
+    row = args.state + slot * args.state_stride + at.channel;
+    state.load(row);
+  }
+};
+
+// `from`: this quad's, in shared memory.
+__device__ __forceinline__ void add_bias(const LinearArgs& args, const bf16* from,
+                                         float (&y)[kQuad]) {
+  if (!args.bias) return;
+  Quad<bf16> bias;
+  bias.load(from);
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) y[i] += bias[i];
+}
+
+// Neighbouring channels of the residual stream, with what the next product's bias adds to them.
+template <int kCount>
+__device__ __forceinline__ void store_with_ahead(const LinearArgs& args, const bf16* of_channels,
+                                                 std::int64_t offset, Channels<bf16, kCount> x) {
+  if (args.ahead) {
+    Channels<bf16, kCount> ahead;
+    ahead.load(of_channels);
+    float total[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] = x[i] + ahead[i];
+    x.set(total);
+  }
+  x.store(static_cast<bf16*>(args.x) + offset);
+}
+
+// The residual stream, and what the norm that comes next needs of it. `norm_weight`, `ahead`: of
+// this quad's channels, where there are any.
+__device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
+                                               const bf16* norm_weight, const bf16* ahead,
+                                               float (&y)[kQuad]) {
+  Quad<bf16> x;
+  x.set(y);
+  store_with_ahead(args, ahead, at.offset(args), x);
+  if (!args.squares_out) return;
+  // Of x rounded, before what is added ahead.
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) sum += x[i] * x[i];
+  if (args.scaled) {
+    Quad<bf16> weight, scaled;
+    weight.load(norm_weight);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] = x[i] * weight[i];
+    scaled.set(y);
+    scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
+  }
+  const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(half, sum, distance);
+  }
+  if (threadIdx.x % 16 == 0) {
+    args.squares_out[at.channel / kSquareRows * args.tokens + at.token] = sum;
+  }
+}
+
+// One product that no recurrence follows.
+template <int kChannels>
+__device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
+                                       const Vectors<1, kChannels>& vectors,
+                                       const Before<false>& before, float (&y)[kQuad]) {
+  add_bias(args, vectors.bias[0] + at.own_channel, y);
+  if (args.epilogue == Epilogue::residual) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] += before.x[i];
+    return write_residual(args, at, vectors.norm_weight + at.own_channel,
+                          vectors.ahead + at.own_channel, y);
+  }
+  if (args.epilogue == Epilogue::logits) {
+    Quad<float> out;
+    out.set(y);
+    return out.store(static_cast<float*>(args.out) + at.offset(args));
+  }
+  if (args.epilogue == Epilogue::gelu) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) y[i] = gelu(y[i]);
+  }
+  Quad<bf16> out;
+  out.set(y);
+  out.store(static_cast<bf16*>(args.out) + at.offset(args));
+}
+
+// One step from a quad's pre-activations.
+template <template <class> class CellOf>
+__device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& at,
+                                          Before<true>& before,
+                                          const Quad<bf16> (&pre)[CellOf<float>::kInputs]) {
+  using Cell = CellOf<float>;
+  const bool real = before.row != nullptr;
+  float h[kQuad];
+  const auto step = [&](auto options) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      float in[Cell::kInputs];
+#pragma unroll
+      for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate] = pre[gate][i];
+      const Affine<float> affine = Cell::affine(options, in);
+      h[i] = real ? fmadd(affine.a, before.state[i], affine.b) : 0.0f;
+    }
+  };
+  if (args.linear_candidate || !args.normalize_gates) {
+    step(AnyOptions{args.linear_candidate, args.normalize_gates});
+  } else {
+    step(UsualOptions{});
+  }
+  if (real) {
+    before.state.set(h);
+    before.state.store(before.row);
+  }
+  Quad<bf16> out;
+  out.set(h);
+  out.store(static_cast<bf16*>(args.out) + at.offset(args));
+}
+
+// The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
+// so that stepping differs from scanning by nothing but the order of a product's sums.
+template <template <class> class CellOf, int kChannels>
+__device__ __forceinline__ void finish_step(
+    const LinearArgs& args, const Place& at,
+    const Vectors<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
+    float (&y)[CellOf<float>::kInputs][kQuad]) {
+  Quad<bf16> pre[CellOf<float>::kInputs];
+#pragma unroll
+  for (int gate = 0; gate < CellOf<float>::kInputs; ++gate) {
+    add_bias(args, vectors.bias[gate] + at.own_channel, y[gate]);
+    pre[gate].set(y[gate]);
+  }
+  step_quad<CellOf>(args, at, before, pre);
+}
+
+}  // namespace cuda
+}  // namespace minserve

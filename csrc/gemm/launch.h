@@ -1,0 +1,33 @@
+// What the kernels of linear maps give to their operators.
+#pragma once
+
+#include "args.h"
+#include "argmax_head_args.h"
+#include "tile_config.h"
+
+namespace minserve {
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+
+// Whether the device runs them: Hopper only.
+bool linear_supported(int device);
+
+// weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+            void* stream);
+
+// The same in a wide form, as `choice` says.
+void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
+                 const void* input, int gates, int device, void* stream);
+
+// The bests of input [tokens, inputs] times weight [channels, inputs].
+void linear_best(const BestArgs& args, const void* weight, const void* input, int device,
+                 void* stream);
+
+void embed(const EmbedArgs& args, int device, void* stream);
+
+}  // namespace cuda
+#endif
+
+}  // namespace minserve

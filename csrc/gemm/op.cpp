@@ -1,0 +1,232 @@
+// Linear maps with their neighbours folded in: checks, outputs, arguments. CUDA only.
+#include <cstdint>
+
+#include "../scan/cpu_partition.h"
+#include "../core/operators.h"
+#include "launch.h"
+#include "../arch/require_sm90.h"
+
+namespace minserve {
+
+namespace {
+
+std::uintptr_t address(const Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
+}
+
+// What the copy engine asks of matrices, and one access to eight bfloat16 numbers of vectors.
+constexpr std::uintptr_t kAlignment = 16;
+
+// x, called x_name, [tokens, inputs], bfloat16 on a GPU, and weight [rows, inputs].
+struct Maps {
+  Maps(const char* op, const Tensor& x, const char* x_name) : check(op, x, x_name) {
+    require_hopper(check, x);
+    check.require(x.scalar_type() == ScalarType::BFloat16, x_name, " must be bfloat16, got ",
+                  describe(x));
+    check.require(x.dim() == 2 && x.is_contiguous(), x_name, " must be a contiguous matrix, got ",
+                  describe(x));
+    aligned(x, x_name);
+  }
+  Maps(const char* op, const Tensor& x, const char* x_name, const Tensor& weight)
+      : Maps(op, x, x_name) {
+    check.tensor(weight, "weight", x.scalar_type(), {-1, x.size(1)}, "[rows, inputs]");
+    check.require(weight.is_contiguous(), "weight must be contiguous");
+    aligned(weight, "weight");
+    check.require(x.size(1) % 8 == 0 && x.size(1) > 0, "inputs must be a multiple of 8, got ",
+                  x.size(1));
+    check.require(weight.size(0) % 8 == 0 && weight.size(0) > 0,
+                  "rows of weight must be a multiple of 8, got ", weight.size(0));
+  }
+
+  void aligned(const Tensor& t, const char* name) const {
+    check.require(address(t) % kAlignment == 0, name, " must begin at a multiple of ", kAlignment,
+                  " bytes");
+  }
+
+  void rows(const Tensor& vector, const char* name, const Tensor& like, std::int64_t size) const {
+    check.tensor(vector, name, like.scalar_type(), {size}, "one number for each row of weight");
+    check.require(vector.is_contiguous(), name, " must be contiguous");
+    aligned(vector, name);
+  }
+
+  LinearArgs args(Epilogue epilogue, const Tensor& x, const Tensor& weight, std::int64_t gates,
+                  const MaybeTensor& bias) const {
+    LinearArgs args;
+    args.epilogue = epilogue;
+    args.tokens = x.size(0);
+    args.inputs = x.size(1);
+    args.channels = weight.size(0) / gates;
+    if (bias) {
+      rows(*bias, "bias", weight, weight.size(0));
+      args.bias = bias->const_data_ptr();
+    }
+    return args;
+  }
+
+  void normed(LeftNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps) const {
+    if (!squares) return;
+    check.tensor(*squares, "squares", ScalarType::Float,
+                 {divided_up(x.size(1), kSquareRows), x.size(0)}, "[inputs / 64, tokens]");
+    check.require(squares->is_contiguous(), "squares must be contiguous");
+    norm.squares = static_cast<const float*>(squares->const_data_ptr());
+    norm.square_blocks = static_cast<int>(squares->size(0));
+    norm.width = static_cast<float>(x.size(1));
+    norm.eps = static_cast<float>(eps);
+  }
+
+  void run(const LinearArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
+    if (args.tokens == 0) return;
+    cuda::linear(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
+                 current_stream(x));
+  }
+
+  Check check;
+};
+
+struct Norm {  // what the next norm needs of a residual stream
+  Tensor scaled, squares;
+};
+
+// `squares`: they are asked for without a weight, too.
+Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight,
+                  bool squares) {
+  maps.check.require(args.channels % kSquareRows == 0, "channels must be a multiple of ",
+                     kSquareRows, ", got ", args.channels);
+  squares = squares || weight;
+  Norm norm{torch::stable::new_empty(x, {weight ? args.tokens : 0, args.channels}),
+            torch::stable::new_empty(x, {squares ? args.channels / kSquareRows : 0, args.tokens},
+                                     ScalarType::Float)};
+  if (weight) {
+    maps.rows(*weight, "norm_weight", x, args.channels);
+    args.norm_weight = weight->const_data_ptr();
+    args.scaled = norm.scaled.mutable_data_ptr();
+  }
+  if (squares) args.squares_out = static_cast<float*>(norm.squares.mutable_data_ptr());
+  return norm;
+}
+
+}  // namespace
+
+Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order) {
+  const Maps maps("linear_map", x, "x", weight);
+  maps.check.require(!(gelu && logits), "gelu and logits exclude each other");
+  LinearArgs args = maps.args(gelu     ? Epilogue::gelu
+                              : logits ? Epilogue::logits
+                                       : Epilogue::plain,
+                              x, weight, 1, bias);
+  args.fixed_order = fixed_order;
+  maps.normed(args, x, squares, eps);
+  Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
+                                        logits ? ScalarType::Float : x.scalar_type());
+  args.out = out.mutable_data_ptr();
+  maps.run(args, x, weight, 1);
+  return out;
+}
+
+Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, std::int64_t vocabulary) {
+  const Maps maps("linear_best", x, "x", weight);
+  BestArgs args;
+  args.tokens = x.size(0);
+  args.inputs = x.size(1);
+  args.channels = weight.size(0);
+  maps.check.require(vocabulary >= 1 && vocabulary <= args.channels,
+                     "vocabulary must be 1 to the rows of weight, ", args.channels, ", got ",
+                     vocabulary);
+  args.vocabulary = vocabulary;
+  args.tiles = divided_up(args.channels, kBestColumns);
+  maps.normed(args, x, squares, eps);
+  if (bias) {
+    maps.rows(*bias, "bias", weight, args.channels);
+    args.bias = bias->const_data_ptr();
+  }
+  Tensor best = torch::stable::new_empty(x, {args.tokens, args.tiles}, ScalarType::Long);
+  args.best = static_cast<std::uint64_t*>(best.mutable_data_ptr());
+  if (args.tokens > 0) {
+    cuda::linear_best(args, weight.const_data_ptr(), x.const_data_ptr(), x.get_device_index(),
+                      current_stream(x));
+  }
+  return best;
+}
+
+Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
+                   bool linear_candidate, bool normalize_gates, bool fixed_order) {
+  const Maps maps("linear_step", x, "x", weight);
+  maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
+                     describe(state));
+  const std::int64_t gates = state.size(1) > 0 ? weight.size(0) / state.size(1) : 0;
+  maps.check.require(
+      (gates == 2 || gates == 3) && gates * state.size(1) == weight.size(0) &&
+          state.size(1) % 8 == 0,
+      "weight must have two or three rows for each channel of state, a multiple of 8; got ",
+      describe(weight), " and ", describe(state));
+  check_state(maps.check, state, state.size(1));
+  maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
+                     "rows of state must be aligned to 16 bytes");
+  LinearArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
+  args.fixed_order = fixed_order;
+  maps.normed(args, x, squares, eps);
+  const Tensor slots = torch::stable::contiguous(slots_given);
+  const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
+  args.state = static_cast<float*>(state.mutable_data_ptr());
+  args.state_stride = state.stride(0);
+  args.num_slots = layout.num_slots;
+  args.slots = layout.slots;
+  args.linear_candidate = linear_candidate;
+  args.normalize_gates = normalize_gates;
+  Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels});
+  args.out = out.mutable_data_ptr();
+  maps.run(args, x, weight, static_cast<int>(gates));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
+                                           const MaybeTensor& bias, const Tensor& x,
+                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& ahead, bool squares) {
+  const Maps maps("linear_residual_", y, "y", weight);
+  LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
+  maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
+  maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
+  maps.aligned(x, "x");
+  maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
+  args.fixed_order = fixed_order;
+  args.x = x.mutable_data_ptr();
+  if (ahead) {
+    maps.rows(*ahead, "ahead", y, args.channels);
+    args.ahead = ahead->const_data_ptr();
+  }
+  const Norm norm = prepare_norm(args, maps, y, norm_weight, squares);
+  maps.run(args, y, weight, 1);
+  return {norm.scaled, norm.squares};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
+                                                const MaybeTensor& norm_weight, bool squares) {
+  const Maps maps("linear_embed", table, "table");
+  maps.check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[tokens], int32");
+  maps.check.require(tokens.is_contiguous(), "tokens must be contiguous");
+  LinearArgs args;
+  args.tokens = tokens.size(0);
+  args.channels = table.size(1);
+  Tensor x = torch::stable::new_empty(table, {args.tokens, args.channels});
+  const Norm norm = prepare_norm(args, maps, table, norm_weight, squares);
+  EmbedArgs embed;
+  embed.tokens = args.tokens;
+  embed.channels = args.channels;
+  embed.vocabulary = table.size(0);
+  embed.ids = static_cast<const std::int32_t*>(tokens.const_data_ptr());
+  embed.table = table.const_data_ptr();
+  embed.x = x.mutable_data_ptr();
+  embed.norm_weight = args.norm_weight;
+  embed.scaled = args.scaled;
+  embed.squares = args.squares_out;
+  if (args.tokens > 0) {
+    cuda::embed(embed, table.get_device_index(), current_stream(table));
+  }
+  return {x, norm.scaled, norm.squares};
+}
+
+}  // namespace minserve

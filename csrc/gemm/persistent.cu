@@ -1,0 +1,121 @@
+// Linear maps of many tokens: the kernels of the wide forms.
+#include "persistent_kernel.cuh"
+
+#include <algorithm>
+
+#include "launch.h"
+#include "../arch/tma_descriptor.cuh"
+#include "heuristics_persistent.h"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+struct Call {
+  const LinearArgs& args;
+  const void *weight, *input;
+  int device;
+  cudaStream_t stream;
+
+  template <class S>
+  void launch() const {
+    const CUtensorMap weights =
+        map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels);
+    const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
+    CUtensorMap side = inputs;
+    if (!S::kStepping && args.epilogue != Epilogue::logits) {
+      side = map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
+                    args.channels, S::kPieceTokens);
+    }
+    static thread_local int asked = -1;  // every device is asked for itself
+    if (device != asked) {
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&wide_kernel<S>),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
+            "shared memory of a wide linear map");
+      asked = device;
+    }
+    const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
+                               ((args.tokens + S::kTokens - 1) / S::kTokens);
+    const std::int64_t most = S::kParted ? tiles : multiprocessors(device);
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(S::kParts)};
+    cudaLaunchConfig_t config = {};
+    config.gridDim =
+        dim3(static_cast<unsigned>(std::min(tiles, most)), 1, static_cast<unsigned>(S::kParts));
+    config.blockDim = dim3(S::kThreads);
+    config.dynamicSmemBytes = static_cast<std::size_t>(S::kShared);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = S::kParted ? 2 : 1;
+    check(cudaLaunchKernelEx(&config, &wide_kernel<S>, weights, inputs, side, args),
+          "wide linear map");
+  }
+
+  // Parts of the inputs in turn: FixedChooser has chosen one of these.
+  template <int kGates>
+  void launch_turns(Form form, int parts) const {
+    if constexpr (kGates == 1) {
+      if (parts == 4) return launch<WideShape<1, 1, 1, 64, 4, true>>();  // each has two
+      if (parts == 2) return launch<WideShape<1, 1, 1, 64, 2, true>>();
+      if (form == Form::wide_192_128) return launch<WideShape<1, 3, 1, 128, 1, true>>();
+    }
+    if constexpr (kGates < 3) {
+      if (form == Form::wide_64_32) return launch<WideShape<kGates, 1, 1, 32, 1, true>>();
+      if (form == Form::wide_64_64) return launch<WideShape<kGates, 1, 1, 64, 1, true>>();
+      if (form == Form::wide_128_64) return launch<WideShape<kGates, 2, 1, 64, 1, true>>();
+      if (form == Form::wide_128_128) return launch<WideShape<kGates, 2, 1, 128, 1, true>>();
+    }
+    if (form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96, 1, true>>();
+    launch<WideShape<kGates, 3, 1, 64, 1, true>>();
+  }
+  template <int kGates>
+  void launch_form(const Choice& choice) const {
+    if (choice.turns > 1) return launch_turns<kGates>(choice.form, choice.parts);
+    if (choice.form == Form::wide_192_64) return launch_parts<kGates, 3, 64>(choice.parts);
+    if (choice.form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96>>();
+    if constexpr (kGates < 3) {
+      switch (choice.form) {
+        case Form::wide_64_32:
+          return launch<WideShape<kGates, 1, 1, 32>>();
+        case Form::wide_64_64:
+          return launch_parts<kGates, 1, 64>(choice.parts);
+        case Form::wide_128_64:
+          return launch_parts<kGates, 2, 64>(choice.parts);
+        case Form::wide_128_128:
+          return launch_parts<kGates, 2, 128>(choice.parts);
+        case Form::wide_256_128:
+          return launch<WideShape<kGates, 2, 2, 128>>();
+        default:
+          break;
+      }
+    }
+    launch<WideShape<kGates, 3, 1, 128>>();
+  }
+  template <int kGates, int kGroups, int kTokens>
+  void launch_parts(int parts) const {
+    if constexpr (kGates == 1) {
+      if (parts == 2) return launch<WideShape<1, kGroups, 1, kTokens, 2>>();
+      if constexpr (kGroups == 1) {
+        if (parts == 4) return launch<WideShape<1, 1, 1, kTokens, 4>>();
+      }
+    }
+    launch<WideShape<kGates, kGroups, 1, kTokens>>();
+  }
+};
+
+}  // namespace
+
+void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
+                 const void* input, int gates, int device, void* stream) {
+  const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
+  if (gates == 2) return call.launch_form<2>(choice);
+  if (gates == 3) return call.launch_form<3>(choice);
+  call.launch_form<1>(choice);
+}
+
+}  // namespace cuda
+}  // namespace minserve

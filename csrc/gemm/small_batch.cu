@@ -1,0 +1,96 @@
+// Linear maps on Hopper: which shape of kernel a call takes, its tensor maps, its launch.
+#include "../core/launch.cuh"
+#include "heuristics.h"
+#include "embedding.cuh"
+#include "heuristics_deterministic.h"
+#include "small_batch_kernel.cuh"
+#include "launch.h"
+#include "../arch/tma_descriptor.cuh"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+template <class S>
+void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
+                  int device, cudaStream_t stream) {
+  const CUtensorMap weights = map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows);
+  const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
+  static thread_local int asked = -1;  // every device is asked for itself
+  if (device != asked) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes(8)),
+          "shared memory of a linear map");
+    asked = device;
+  }
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(parts)};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
+                        static_cast<unsigned>((args.channels + S::kChannels - 1) / S::kChannels),
+                        static_cast<unsigned>(parts));
+  config.blockDim = dim3(S::kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(S::shared_bytes(parts));
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
+}
+
+template <int kGates>
+void launch_linear(LinearArgs args, const void* weight, const void* input, int device,
+                   cudaStream_t stream) {
+  const Choice choice = args.fixed_order
+                            ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
+                            : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
+  const auto launch = [&](auto shape) {
+    launch_shape<decltype(shape)>(args, weight, input, choice.parts, device, stream);
+  };
+  switch (choice.form) {
+    case Form::tokens_8:
+      return launch(LinearShape<kGates, 8>());
+    case Form::tokens_16:
+      return launch(LinearShape<kGates, 16>());
+    case Form::tokens_32:
+      return launch(LinearShape<kGates, 32>());
+    case Form::tokens_64:
+      return launch(LinearShape<kGates, 64, true>());
+    default:
+      break;
+  }
+  args.turns = choice.turns;
+  linear_wide(choice, args, weight, input, kGates, device, stream);
+}
+
+}  // namespace
+
+bool linear_supported(int device) {
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "capability");
+  return major == 9;
+}
+
+void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+            void* stream) {
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (gates == 2) return launch_linear<2>(args, weight, input, device, on);
+  if (gates == 3) return launch_linear<3>(args, weight, input, device, on);
+  launch_linear<1>(args, weight, input, device, on);
+}
+
+void embed(const EmbedArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const long long quads = args.channels / kQuad;
+  const Grid grid{dim3(static_cast<unsigned>(args.tokens),
+                       static_cast<unsigned>((quads + kThreads - 1) / kThreads)),
+                  kThreads};
+  launch_early<&embed_kernel>(grid, static_cast<cudaStream_t>(stream), "embedding", args);
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,139 @@
+// The launch of a whole step: as many blocks as multiprocessors, all at once or not at all.
+#include "../core/launch.cuh"
+#include "../arch/encode_tma_descriptor.cuh"
+#include "kernel.cuh"
+#include "launch.h"
+
+namespace minserve {
+namespace cuda {
+
+namespace {
+
+int attribute(cudaDeviceAttr which, int device, const char* what) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), what);
+  return value;
+}
+
+template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit, bool kFixed,
+          bool kPieces, int kEights>
+void launch(WholeStepArgs& args, int device, cudaStream_t on) {
+  using OfBlock = whole::Shared<CellOf<float>::kInputs, kSplit, kFixed, kEights>;
+  // Of a Hopper's 227 KiB for a block.
+  static_assert(227 * 1024 - static_cast<int>(sizeof(OfBlock)) -
+                        input_room(CellOf<float>::kInputs, kEights * kEight) >=
+                    whole::kFewestStages * whole::kStageBytes,
+                "room for weights, whatever the inputs take");
+  static thread_local int prepared = -1, most_shared = 0;
+  constexpr auto kKernel =
+      &whole_step_kernel<CellOf, kAny, kType, kSplit, kFixed, kPieces, kEights>;
+  if (prepared != device) {
+    most_shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, "shared memory");
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared),
+          "shared memory of a whole step");
+    prepared = device;
+  }
+  const int besides = static_cast<int>(sizeof(OfBlock)) + kEights * args.input_bytes;
+  args.stages = (most_shared - besides) / whole::kStageBytes;
+  if (args.stages > whole::kMostStages) args.stages = whole::kMostStages;
+  if (args.stages < whole::kFewestStages) {
+    throw std::runtime_error("minserve: no room for a whole step's weights");
+  }
+  args.in_flight = whole::in_flight<kType>(args);
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(whole_step_blocks(device)));
+  config.blockDim = dim3(whole::kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(besides + args.stages * whole::kStageBytes);
+  config.stream = on;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, kKernel, args), "a whole step");
+}
+
+template <WeightType kType, bool kSplit, bool kFixed, bool kPieces>
+void launch_cell(WholeStepArgs& args, int device, cudaStream_t on) {
+  const bool any = args.linear_candidate || !args.normalize_gates;
+  if (args.gates == 2) {
+    any ? launch<MinGruCell, true, kType, kSplit, kFixed, kPieces, 1>(args, device, on)
+        : launch<MinGruCell, false, kType, kSplit, kFixed, kPieces, 1>(args, device, on);
+  } else {
+    any ? launch<MinLstmCell, true, kType, kSplit, kFixed, kPieces, 1>(args, device, on)
+        : launch<MinLstmCell, false, kType, kSplit, kFixed, kPieces, 1>(args, device, on);
+  }
+}
+
+// Of two eights. One kernel whether inputs come in pieces or not: those of so many rows mostly do.
+void launch_eights(WholeStepArgs& args, int device, cudaStream_t on) {
+  static_assert(kMostEights == 2);
+  const bool any = args.linear_candidate || !args.normalize_gates;
+  if (args.gates == 2) {
+    any ? launch<MinGruCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
+        : launch<MinGruCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
+  } else {
+    any ? launch<MinLstmCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
+        : launch<MinLstmCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
+  }
+}
+
+template <WeightType kType, bool kFixed = false>
+void launch_whole(WholeStepArgs& args, int device, cudaStream_t on) {
+  if (args.batch > kEight) return launch_eights(args, device, on);
+  args.in_pieces ? launch_cell<kType, false, kFixed, true>(args, device, on)
+                 : launch_cell<kType, false, kFixed, false>(args, device, on);
+}
+template <WeightType kType>
+void launch_8_bit(WholeStepArgs& args, int device, cudaStream_t on) {
+  splits(kType, args.batch) ? launch_cell<kType, true, false, false>(args, device, on)
+                            : launch_whole<kType>(args, device, on);
+}
+
+}  // namespace
+
+int whole_step_blocks(int device) {
+  return multiprocessors(device);
+}
+
+// Seen as [blocks, rows, inputs of a block], of which a tile is a box: a block for each warp of a
+// group, 8 rows, swizzled. (The last dimension's stride is shorter than the one before it, which
+// drivers take as it is.)
+void map_weight(void* to, const void* weight, WeightType type, std::int64_t rows,
+                std::int64_t inputs, int device) {
+  const DeviceGuard guard(device);
+  const auto block = static_cast<cuuint64_t>(inputs_of_block(type));
+  const cuuint64_t bytes = kBlockBytes / block;
+  const cuuint64_t sizes[3] = {block, static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(inputs) / block};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(inputs) * bytes, kBlockBytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(block), kUnit, whole::kOfGroup};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  static_assert(sizeof(CUtensorMap) == kTensorMapBytes);
+  const CUresult result =
+      encode_map()(static_cast<CUtensorMap*>(to),
+                   bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 3,
+                   const_cast<void*>(weight), sizes, strides, box, steps,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) throw std::runtime_error("minserve: a matrix has no tensor map");
+}
+
+void whole_step(WholeStepArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const auto on = static_cast<cudaStream_t>(stream);
+  switch (args.weights) {
+    case WeightType::bf16:
+      return args.fixed_order ? launch_whole<WeightType::bf16, true>(args, device, on)
+                              : launch_whole<WeightType::bf16>(args, device, on);
+    case WeightType::int8:
+      return launch_8_bit<WeightType::int8>(args, device, on);
+    case WeightType::fp8:
+      return launch_8_bit<WeightType::fp8>(args, device, on);
+  }
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,45 @@
+// How blocks hand each other what the next product reads, without a barrier or a fence: every word
+// says itself whether it has been written.
+//
+// A word with all bits set is nothing yet: as two bfloat16 it is NaNs that no arithmetic makes (a
+// GPU's own have a sign of zero). Readers ask again until every word they need is something. A step
+// uses one of two sets of words and clears the other, which nobody reads before the next kernel.
+//
+// A unit's values are a line of their own, or half of one, written at once: a line into which many
+// blocks write while all look at it goes back and forth for each of them.
+#pragma once
+
+#include "../arch/ptx.cuh"
+#include "smem_layout.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace whole {
+
+constexpr unsigned kNothing = 0xffffffffu;
+
+__device__ __forceinline__ uint4 load_words(const void* at) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(at)
+               : "memory");
+  return words;
+}
+__device__ __forceinline__ void store_word(void* at, unsigned word) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+}
+__device__ __forceinline__ bool written(const uint4& words) {
+  return words.x != kNothing && words.y != kNothing && words.z != kNothing && words.w != kNothing;
+}
+
+__device__ __forceinline__ void clear(const WholeStepArgs& args, unsigned char* set) {
+  for (std::int64_t at = (blockIdx.x * kMultiplying * 32 + threadIdx.x) * 16ll; at < args.set_bytes;
+       at += gridDim.x * kMultiplying * 32 * 16ll) {
+    *reinterpret_cast<uint4*>(set + at) = make_uint4(kNothing, kNothing, kNothing, kNothing);
+  }
+}
+
+}  // namespace whole
+}  // namespace cuda
+}  // namespace minserve

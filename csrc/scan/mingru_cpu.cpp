@@ -1,0 +1,14 @@
+// The cells of mingru on the CPU. Compiled once per instruction set; see core/vec.h.
+#include "../core/entry_points.h"
+#include "scan_cpu.h"
+#include "../cells/mingru.h"
+
+namespace minserve {
+namespace MS_ISA {
+
+ScanFn mingru_kernel(Dtype dtype, bool backward) {
+  return backward ? scan_for<MinGruBackwardCell>(dtype) : scan_for<MinGruCell>(dtype);
+}
+
+}  // namespace MS_ISA
+}  // namespace minserve

@@ -1,0 +1,14 @@
+// The cells of minlstm on CUDA: scans and steps.
+#include "../core/entry_points.h"
+#include "scan_launch.cuh"
+#include "../cells/minlstm.h"
+
+namespace minserve {
+namespace cuda {
+
+void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream) {
+  launch_by_dtype<MinLstmCell, MinLstmBackwardCell>(args, dtype, backward, device, stream);
+}
+
+}  // namespace cuda
+}  // namespace minserve

@@ -1,0 +1,84 @@
+"""The forms that linear maps on Hopper are chosen to take (csrc/linear) can be run, and those whose
+sums have a fixed order have the same one for every number of tokens."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.csrc.build import CSRC, HERE, compiler
+from tests.ops import every_kernel, fixed_order, wide_forms
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build_with = compiler()
+    if build_with is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path_factory.mktemp("choice") / "choice"
+    source = HERE / "heuristics_driver.cpp"
+    subprocess.run(
+        [build_with, "-std=c++17", "-O1", f"-I{CSRC}", str(source), "-o", str(program)], check=True
+    )
+    return program
+
+
+def _run(driver: Path, shapes: Sequence[int] = ()) -> tuple[int, set[str]]:
+    """How many shapes were looked at, and the kinds of forms on which a choice fell."""
+    result = subprocess.run([driver, *map(str, shapes)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:]
+    count, *kinds = result.stdout.splitlines()
+    return int(count.split()[0]), set(kinds)
+
+
+def _of(rule: str, kinds: set[str]) -> set[str]:
+    return {kind for kind in kinds if kind.startswith(rule)}
+
+
+def test_every_choice_can_be_run(driver: Path) -> None:
+    """Parts divide a block's tokens, have inputs each, and only forms that can have any do; in a
+    fixed order there are as many for every number of tokens, one of more than IN_ONE_PART rows."""
+    shapes, _ = _run(driver)
+    assert shapes > 100_000
+
+
+def test_the_gpu_test_of_fixed_orders_takes_every_form(driver: Path) -> None:
+    _, every = _run(driver)
+    cases = [(*shape, tokens) for shape in fixed_order.SHAPES for tokens in fixed_order.TOKENS]
+    shapes, kinds = _run(driver, [number for case in cases for number in case])
+    assert shapes == len(cases)
+    assert _of("fixed", every) - kinds == set()
+    assert len(_of("fixed", every)) > 40
+
+
+def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
+    _, every = _run(driver)
+    shapes, kinds = _run(driver, [number for case in wide_forms.SHAPES for number in case])
+    assert shapes == len(wide_forms.SHAPES)
+    assert _of("usual wide", every) == _of("usual", kinds)
+    assert len(_of("usual wide", every)) == 23
+
+
+def test_every_kernel_takes_every_form(driver: Path) -> None:
+    _, every = _run(driver)
+    usual = _kinds_of(driver, every_kernel.MAPS)
+    assert _of("usual", usual) == _of("usual", every)
+    fixed = _kinds_of(driver, every_kernel.FIXED)
+    of_fixed_alone = {
+        kind for kind in _of("fixed", every) if kind.replace("fixed", "usual") not in every
+    }
+    assert of_fixed_alone - fixed == set()
+    assert len(of_fixed_alone) == 18
+
+
+def _kinds_of(driver: Path, maps: Sequence[tuple[int, int, Sequence[int]]]) -> set[str]:
+    cases = [
+        (channels, inputs, gates, tokens)
+        for channels, inputs, counts in maps
+        for tokens in counts
+        for gates in (1, 2, 3)
+    ]
+    return _run(driver, [number for case in cases for number in case])[1]
