@@ -5,10 +5,10 @@ shape function and, where there is one, the gradient. Those of the differentiabl
 the number of gates alone and are written once, in scan_train.
 """
 
-from engine.ops.conv_scan import conv_scan
+from engine.ops.conv1d import conv_scan
 from engine.ops.conv_step import conv_step
 from engine.ops.library import cpu_isa, cuda_archs, has_cuda_kernels
-from engine.ops.linear_scan import linear_scan
+from engine.ops.scan import linear_scan
 from engine.ops.logits_processors import adjust_
 from engine.ops.logprobs import (
     Logprobs,

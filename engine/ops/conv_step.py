@@ -6,7 +6,7 @@ conv_scan at one token per sequence: the state row moves on by one input.
 import torch
 from torch import Tensor
 
-from engine.ops.conv_scan import reference as _scan_reference
+from engine.ops.conv1d import reference as _scan_reference
 
 
 def conv_step(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.linear_map import scaled_product
+from engine.ops.gemm import scaled_product
 from engine.ops.mingru_step import reference as mingru_reference
 from engine.ops.minlstm_step import reference as minlstm_reference
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.linear_map import SQUARE_ROWS
+from engine.ops.gemm import SQUARE_ROWS
 
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.ops import linear_scan
-from engine.ops.linear_scan import reference
+from engine.ops.scan import reference
 from loadtest.operators.exact import (
     channel_sample,
     exact_scan,

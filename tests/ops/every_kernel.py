@@ -25,7 +25,7 @@ from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 from engine.ops.library import cuda_archs
 from engine.ops.linear_best import best_of, linear_best
 from engine.ops.linear_embed import linear_embed
-from engine.ops.linear_map import SQUARE_ROWS, linear_map
+from engine.ops.gemm import SQUARE_ROWS, linear_map
 from engine.ops.linear_residual import linear_residual_
 from engine.ops.linear_step import linear_step
 from tests.ops.draws import PARAMETERS, rows_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.linear_best import IN_ONE_PART, PART, best_of, ids_of, linear_best
-from engine.ops.linear_map import SQUARE_ROWS, linear_map, reference
+from engine.ops.gemm import SQUARE_ROWS, linear_map, reference
 from engine.protocol.messages import SamplingParams
 from tests.ops.draws import Rows, rows_of
 from tests.ops.helpers import exact

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.linear_embed import linear_embed
-from engine.ops.linear_map import linear_map
+from engine.ops.gemm import linear_map
 from engine.ops.persistent_decode import EIGHT, Phase, Program
 from tests.ops.helpers import int32
 

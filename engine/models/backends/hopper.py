@@ -44,7 +44,7 @@ from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import rms_norm
 from engine.ops.linear_best import IN_ONE_PART, linear_best
-from engine.ops.linear_map import SQUARE_ROWS
+from engine.ops.gemm import SQUARE_ROWS
 from engine.ops.persistent_decode import EIGHT
 
 _MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
