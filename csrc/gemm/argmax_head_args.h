@@ -7,7 +7,7 @@
 
 namespace minserve {
 
-// Rows of weights of a tile, which has a best of each token; PART of engine/ops/linear_best.py.
+// Rows of weights of a tile, which has a best of each token; PART of engine/ops/gemm.py.
 constexpr int kBestColumns = 256;
 
 struct BestArgs : LeftNorm {

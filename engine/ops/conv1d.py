@@ -1,15 +1,17 @@
-"""conv_scan: causal depthwise convolution over packed sequences with carried inputs.
+"""Causal depthwise convolution with carried inputs: over packed sequences, and one step.
 
 y_t = bias + sum over k of weight[:, k] x_{t - (K - 1) + k}: torch's conv1d with groups = channels
 and K - 1 steps of left padding, where the padding is the state, the last K - 1 inputs of what came
 before.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.gates import spans
+from engine.ops.scan import spans
 
 
 def conv_scan(
@@ -44,7 +46,31 @@ def conv_scan(
     return y
 
 
-def reference(
+def conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+) -> Tensor:
+    """One step: row r of x is the next input of state row slots[r].
+
+    It is conv_scan at one token per sequence: the state row moves on by one input.
+
+    Args:
+        x: inputs [batch, channels]; float32, bfloat16 or float16.
+        weight, bias, state: as of `conv_scan`; state is **changed in place**.
+        slots: int32 [batch]; negative: a padding row, skipped, its result is zero. No row may be
+            named twice.
+
+    Returns:
+        y [batch, channels] in x's dtype, summed in float32.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
+            CUDA those rows are skipped).
+    """
+    y: Tensor = torch.ops.minserve.conv_step(x, weight, bias, state, slots)
+    return y
+
+
+def conv_scan_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -52,7 +78,7 @@ def reference(
     state: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The same in float64 and functional: (y, the new state)."""
+    """conv_scan in float64 and functional: (y, the new state)."""
     x, weight = x.double(), weight.double()
     y, new_state = torch.zeros_like(x), state.double().clone()
     taps = weight.shape[1]
@@ -69,15 +95,17 @@ def reference(
     return y, new_state
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cu_seqlens: Tensor,
-    state: Tensor,
-    slots: Tensor,
-) -> Tensor:
+def conv_step_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """conv_step in float64 and functional: (y, the new state)."""
+    cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32)
+    return conv_scan_reference(x, weight, bias, cu_seqlens, state, slots)
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 torch.library.register_fake("minserve::conv_scan", _fake)
+torch.library.register_fake("minserve::conv_step", _fake)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.mingru_step import reference as mingru_reference
-from engine.ops.minlstm_step import reference as minlstm_reference
+from engine.ops.scan import mingru_step_reference, minlstm_step_reference
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -126,8 +125,8 @@ def step_reference(
     """normed_step_ in float64 and functional: (h, the new state)."""
     pre = _divided(x, eps, y, bias)
     if y.shape[1] == 2 * state.shape[1]:
-        return mingru_reference(pre, state, slots, linear_candidate)
-    return minlstm_reference(pre, state, slots, linear_candidate, normalize_gates)
+        return mingru_step_reference(pre, state, slots, linear_candidate)
+    return minlstm_step_reference(pre, state, slots, linear_candidate, normalize_gates)
 
 
 def _fake_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:

@@ -85,6 +85,29 @@ def draw_(
     )  # fmt: skip
 
 
+def draw_best_(
+    best: Tensor,
+    tokens: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    remaining: Tensor,
+    cursor: Tensor,
+    out: Tensor,
+    stop_ids: Tensor,
+) -> None:
+    """What draw_ does with rows of temperature 0 whose bests are known, on CUDA alone.
+
+    Args:
+        best: int64 [rows, parts], as `engine.ops.gemm.linear_best` finds them.
+
+    The other arguments are draw_'s.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    torch.ops.minserve.draw_best_(best, tokens, slots, positions, remaining, cursor, out, stop_ids)
+
+
 def reference(
     logits: Tensor,
     tokens: Tensor,
@@ -204,22 +227,9 @@ def _random_bits(stream: int, position: int) -> int:
     return x ^ (x >> 31)
 
 
-def _fake(
-    logits: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    remaining: Tensor,
-    cursor: Tensor,
-    out: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    streams: Tensor,
-    stop_ids: Tensor,
-) -> None:
+def _fake(*_: Tensor) -> None:
     """Returns nothing; what it changes keeps its shape."""
 
 
 torch.library.register_fake("minserve::draw_", _fake)
+torch.library.register_fake("minserve::draw_best_", _fake)

@@ -1,26 +1,41 @@
-"""linear_scan: h_t = a_t h_{t-1} + b_t over [batch, time, channels], differentiable.
+"""The recurrence h_t = a_t h_{t-1} + b_t, as a function of coefficients and as minGRU and minLSTM.
 
-The recurrence under minGRU and minLSTM ("Were RNNs All We Needed?", arXiv 2410.01201, section 3).
-It is computed in linear space with float32 accumulation (float64 for float64). The log-space form
-of Heinsen (arXiv 2311.06281), used by that paper, is kept below as a reference only: it loses
-accuracy with length. On the CPU subnormal numbers count as zeros, as in all scans there.
+    linear_scan                            known a and b, differentiable
+    mingru_scan, minlstm_scan              prefill: packed sequences, in place on state rows
+    mingru_step, minlstm_step              decode: one token of each row, in place on state rows
+    mingru_scan_train, minlstm_scan_train  training: packed sequences as a function, differentiable
 
-Two layouts are computed in place, without copies: channels contiguous, and time contiguous (strides
-(channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The layout of
-`a` decides; results and gradients have its strides.
+The cells are those of "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU of section 3.1 and
+minLSTM of section 3.2:
+
+    minGRU:   z = sigma(k),  h_t = (1 - z) h_{t-1} + z g(v),  with 1 - z computed as sigma(-k)
+    minLSTM:  f' = sigma(log sigma(f) - log sigma(i)),  i' = 1 - f',  h_t = f' h_{t-1} + i' g(v)
+              (without normalisation f' = sigma(f), i' = sigma(i))
+
+with g(x) = x + 0.5 for x >= 0 and sigma(x) otherwise (or g(x) = x: the paper's vanilla form).
+
+Everything is computed in linear space with float32 accumulation (float64 for float64). The
+log-space form of Heinsen (arXiv 2311.06281), used by that paper, is kept as a reference only: it
+loses accuracy with length. On the CPU subnormal numbers count as zeros.
 """
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.gates import accumulation_dtype
 
 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
     """The scan h_t = a_t * h_{t-1} + b_t along time.
+
+    Two layouts are computed in place, without copies: channels contiguous, and time contiguous
+    (strides (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The
+    layout of `a` decides; results and gradients have its strides.
 
     Args:
         a: coefficients [batch, time, channels]; float32, float64, bfloat16 or float16. Either
@@ -41,8 +56,188 @@ def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = 
     return h
 
 
-def reference(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
-    """The same, step by step in float64."""
+def mingru_scan(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+) -> Tensor:
+    """minGRU over packed sequences, each from its state row, which then holds the last h.
+
+    A sequence's result is the same bit for bit whatever the batch around it, the number of threads,
+    and wherever it was split at multiples of SCAN_CHUNK tokens.
+
+    Args:
+        pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, bfloat16 or float16.
+        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling. Tokens
+            beyond the last entry are padding: their rows of h are zero.
+        state: float32 [num_slots, channels], channels contiguous; **changed in place**.
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, skipped,
+            its rows of h are zero. No row may be named twice.
+        linear_candidate: g(x) = x.
+
+    Returns:
+        h [tokens, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
+            and slots (on CUDA, sequences with a slot out of range are skipped: looking would stall
+            the GPU).
+    """
+    h: Tensor = torch.ops.minserve.mingru_scan(pre, cu_seqlens, state, slots, linear_candidate)
+    return h
+
+
+def minlstm_scan(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    """minLSTM over packed sequences, each from its state row, which then holds the last h.
+
+    Bits, results and errors are as of `mingru_scan`.
+
+    Args:
+        pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, bfloat16 or
+            float16.
+        cu_seqlens, state, slots, linear_candidate: as of `mingru_scan`; state is **changed in
+            place**.
+        normalize_gates: scale the gates to f' + i' = 1.
+
+    Returns:
+        h [tokens, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: as of `mingru_scan`.
+    """
+    h: Tensor = torch.ops.minserve.minlstm_scan(
+        pre, cu_seqlens, state, slots, linear_candidate, normalize_gates
+    )
+    return h
+
+
+def mingru_step(
+    pre: Tensor, state: Tensor, slots: Tensor, linear_candidate: bool = False
+) -> Tensor:
+    """One minGRU step: row r of pre moves state row slots[r] on.
+
+    The bits are those of a scan of length 1.
+
+    Args:
+        pre: gate pre-activations [batch, 2 * channels] = [k | v]; float32, bfloat16 or float16.
+        state: float32 [num_slots, channels], channels contiguous; **changed in place**.
+        slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
+            twice.
+        linear_candidate: g(x) = x.
+
+    Returns:
+        h [batch, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
+            CUDA those rows are skipped).
+    """
+    h: Tensor = torch.ops.minserve.mingru_step(pre, state, slots, linear_candidate)
+    return h
+
+
+def minlstm_step(
+    pre: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> Tensor:
+    """One minLSTM step: row r of pre moves state row slots[r] on.
+
+    The bits are those of a scan of length 1.
+
+    Args:
+        pre: gate pre-activations [batch, 3 * channels] = [f | i | v]; float32, bfloat16 or float16.
+        state, slots, linear_candidate: as of `mingru_step`; state is **changed in place**.
+        normalize_gates: scale the gates to f' + i' = 1.
+
+    Returns:
+        h [batch, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: as of `mingru_step`.
+    """
+    h: Tensor = torch.ops.minserve.minlstm_step(
+        pre, state, slots, linear_candidate, normalize_gates
+    )
+    return h
+
+
+def mingru_scan_train(
+    pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, linear_candidate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """minGRU over packed sequences from given initial states, differentiable.
+
+    The backward pass computes the gates again from pre instead of storing them, and takes h_{t-1}
+    from the saved output: with bfloat16 or float16 that is the rounded h, which saves a pass over
+    memory and costs one rounding.
+
+    Args:
+        pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, float64, bfloat16 or
+            float16.
+        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling; rows of h
+            beyond its last entry are zero.
+        h0: initial states [sequences, channels], float32 (float64 with float64 pre); None is zero.
+        linear_candidate: g(x) = x.
+
+    Returns:
+        h [tokens, channels] in pre's dtype and h_last [sequences, channels] in h0's dtype.
+        Differentiable in pre and h0.
+
+    Raises:
+        RuntimeError: shapes, dtypes, devices or (on the CPU) cu_seqlens do not fit.
+    """
+    h, h_last = torch.ops.minserve.mingru_scan_train(pre, cu_seqlens, h0, linear_candidate)
+    return h, h_last
+
+
+def minlstm_scan_train(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    h0: Tensor | None = None,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """minLSTM over packed sequences from given initial states, differentiable.
+
+    The backward pass is that of `mingru_scan_train`.
+
+    Args:
+        pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, float64, bfloat16
+            or float16.
+        cu_seqlens, h0, linear_candidate: as of `mingru_scan_train`.
+        normalize_gates: scale the gates to f' + i' = 1.
+
+    Returns:
+        h [tokens, channels] in pre's dtype and h_last [sequences, channels] in h0's dtype.
+        Differentiable in pre and h0.
+
+    Raises:
+        RuntimeError: as of `mingru_scan_train`.
+    """
+    h, h_last = torch.ops.minserve.minlstm_scan_train(
+        pre, cu_seqlens, h0, linear_candidate, normalize_gates
+    )
+    return h, h_last
+
+
+# References, step by step in plain torch.
+
+
+def linear_scan_reference(
+    a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False
+) -> Tensor:
+    """linear_scan in float64."""
     a, b = a.double(), b.double()
     h = a.new_zeros(a.shape[0], a.shape[2]) if h0 is None else h0.double()
     rows: list[Tensor] = []
@@ -56,18 +251,164 @@ def reference(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = Fa
 
 
 def heinsen_reference(a: Tensor, b: Tensor, h0: Tensor | None = None) -> Tensor:
-    """The log-space form for a > 0, b > 0, h0 > 0, in the dtype given.
+    """linear_scan in log space for a > 0, b > 0, h0 > 0, in the dtype given.
 
     log h_t = a*_t + logcumsumexp(log b - a*)_t with a*_t = sum of log a up to t; h0 enters as a
     first b.
     """
     log_a, log_b = a.log(), b.log()
     if h0 is not None:
-        log_a = torch.nn.functional.pad(log_a, (0, 0, 1, 0))
+        log_a = functional.pad(log_a, (0, 0, 1, 0))
         log_b = torch.cat([h0.log().unsqueeze(1), log_b], dim=1)
     total = log_a.cumsum(dim=1)
     h = (total + torch.logcumsumexp(log_b - total, dim=1)).exp()
     return h if h0 is None else h[:, 1:]
+
+
+def _candidate(v: Tensor, linear: bool) -> Tensor:
+    """g(v); v itself if linear."""
+    return v if linear else torch.where(v >= 0, v + 0.5, torch.sigmoid(v))
+
+
+def mingru_coefficients(pre: Tensor, linear_candidate: bool) -> tuple[Tensor, Tensor]:
+    """(a, b) of h_t = a_t h_{t-1} + b_t from [k | v]."""
+    k, v = pre.chunk(2, dim=-1)
+    return torch.sigmoid(-k), torch.sigmoid(k) * _candidate(v, linear_candidate)
+
+
+def minlstm_coefficients(
+    pre: Tensor, linear_candidate: bool, normalize_gates: bool
+) -> tuple[Tensor, Tensor]:
+    """(a, b) of h_t = a_t h_{t-1} + b_t from [f | i | v]."""
+    f, i, v = pre.chunk(3, dim=-1)
+    if normalize_gates:
+        log_ratio = functional.logsigmoid(f) - functional.logsigmoid(i)
+        forget, keep = torch.sigmoid(log_ratio), torch.sigmoid(-log_ratio)
+    else:
+        forget, keep = torch.sigmoid(f), torch.sigmoid(i)
+    return forget, keep * _candidate(v, linear_candidate)
+
+
+def spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(sequence, begin, end) of a packed batch."""
+    edges = cu_seqlens.tolist()
+    for sequence, (begin, end) in enumerate(itertools.pairwise(edges)):
+        yield sequence, begin, end
+
+
+def _recur(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps h = a_t h + b_t over the first dimension: all h and the last."""
+    rows = []
+    for a_t, b_t in zip(a, b, strict=True):
+        h = a_t * h + b_t
+        rows.append(h)
+    return (torch.stack(rows) if rows else torch.zeros_like(a)), h
+
+
+def _scan(
+    a: Tensor, b: Tensor, cu_seqlens: Tensor, state: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A scan of packed sequences, functional: (h, the new state)."""
+    h, new_state = torch.zeros_like(a), state.to(a.dtype).clone()
+    rows = slots.tolist()
+    for sequence, begin, end in spans(cu_seqlens):
+        slot = rows[sequence]
+        if slot >= 0:
+            h[begin:end], new_state[slot] = _recur(a[begin:end], b[begin:end], new_state[slot])
+    return h, new_state
+
+
+def _step(a: Tensor, b: Tensor, state: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A scan of sequences of one token each."""
+    return _scan(a, b, torch.arange(len(a) + 1, dtype=torch.int32), state, slots)
+
+
+def _scan_train(
+    a: Tensor, b: Tensor, cu_seqlens: Tensor, h0: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A scan of packed sequences with explicit initial states: (h, h_last)."""
+    sequences = cu_seqlens.numel() - 1
+    h0 = a.new_zeros(sequences, a.shape[1]) if h0 is None else h0.to(a.dtype)
+    pieces, last = [], []
+    for sequence, begin, end in spans(cu_seqlens):
+        h, final = _recur(a[begin:end], b[begin:end], h0[sequence])
+        pieces.append(h)
+        last.append(final)
+    used = sum(piece.shape[0] for piece in pieces)
+    pieces.append(a.new_zeros(a.shape[0] - used, a.shape[1]))
+    return torch.cat(pieces), (torch.stack(last) if last else h0)
+
+
+def mingru_scan_reference(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """mingru_scan in float64 and functional: (h, the new state)."""
+    return _scan(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, state, slots)
+
+
+def minlstm_scan_reference(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """minlstm_scan in float64 and functional: (h, the new state)."""
+    a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
+    return _scan(a, b, cu_seqlens, state, slots)
+
+
+def mingru_step_reference(
+    pre: Tensor, state: Tensor, slots: Tensor, linear_candidate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """mingru_step in float64 and functional: (h, the new state)."""
+    return _step(*mingru_coefficients(pre.double(), linear_candidate), state, slots)
+
+
+def minlstm_step_reference(
+    pre: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """minlstm_step in float64 and functional: (h, the new state)."""
+    return _step(
+        *minlstm_coefficients(pre.double(), linear_candidate, normalize_gates), state, slots
+    )
+
+
+def mingru_scan_train_reference(
+    pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, linear_candidate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """mingru_scan_train in float64; autograd goes through it."""
+    return _scan_train(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, h0)
+
+
+def minlstm_scan_train_reference(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    h0: Tensor | None = None,
+    linear_candidate: bool = False,
+    normalize_gates: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """minlstm_scan_train in float64; autograd goes through it."""
+    a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
+    return _scan_train(a, b, cu_seqlens, h0)
+
+
+# Shapes of results and gradients. Fakes name only the arguments that decide about the results, so
+# that the two cells share them: they differ in flags and in the number of gates.
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _time_contiguous(a: Tensor) -> bool:
@@ -89,32 +430,83 @@ def _empty_with_layout_of(a: Tensor) -> Tensor:
     return a.new_empty(a.shape)
 
 
-def _fake(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
-    return _empty_with_layout_of(a)
+def _register_linear_scan() -> None:
+    def fake(a: Tensor, *_: Any) -> Tensor:
+        return _empty_with_layout_of(a)
+
+    def fake_backward(grad_h: Tensor, a: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grad_h0 = a.new_empty((a.shape[0], a.shape[2]), dtype=_accumulation_dtype(a.dtype))
+        return _empty_with_layout_of(a), _empty_with_layout_of(a), grad_h0
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, _, h0, ctx.reverse = inputs
+        ctx.save_for_backward(a, output, h0)
+
+    def backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
+        a, h, h0 = ctx.saved_tensors
+        grad_a, grad_b, grad_h0 = torch.ops.minserve.linear_scan_backward(
+            grad_h, a, h, h0, ctx.reverse
+        )
+        return grad_a, grad_b, None if h0 is None else grad_h0.to(h0.dtype), None
+
+    torch.library.register_fake("minserve::linear_scan", fake)
+    torch.library.register_fake("minserve::linear_scan_backward", fake_backward)
+    torch.library.register_autograd("minserve::linear_scan", backward, setup_context=setup)
 
 
-torch.library.register_fake("minserve::linear_scan", _fake)
+def _register_cell(cell: str, gates: int) -> None:
+    """Registers the operators of a cell that reads pre-activations [tokens, gates * channels].
+
+    Those for training take the same leading arguments, then flags of their own:
+
+        name(pre, cu_seqlens, h0?, *flags) -> (h, h_last)
+        name_backward(grad_h, grad_h_last?, pre, h, cu_seqlens, h0?, *flags) -> (grad_pre, grad_h0)
+    """
+    train = f"{cell}_scan_train"
+    backward_operator = getattr(torch.ops.minserve, f"{train}_backward")
+
+    def fake_scan(pre: Tensor, cu_seqlens: Tensor, state: Tensor, *_: Any) -> Tensor:
+        return pre.new_empty((pre.shape[0], state.shape[1]))
+
+    def fake_step(pre: Tensor, state: Tensor, *_: Any) -> Tensor:
+        return pre.new_empty((pre.shape[0], state.shape[1]))
+
+    def empty_states(pre: Tensor, cu_seqlens: Tensor, channels: int) -> Tensor:
+        shape = (cu_seqlens.shape[0] - 1, channels)
+        return pre.new_empty(shape, dtype=_accumulation_dtype(pre.dtype))
+
+    def fake_train(pre: Tensor, cu_seqlens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        channels = pre.shape[1] // gates
+        return pre.new_empty((pre.shape[0], channels)), empty_states(pre, cu_seqlens, channels)
+
+    def fake_backward(
+        grad_h: Tensor,
+        grad_h_last: Tensor | None,
+        pre: Tensor,
+        h: Tensor,
+        cu_seqlens: Tensor,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return pre.new_empty(pre.shape), empty_states(pre, cu_seqlens, h.shape[1])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        pre, cu_seqlens, h0, *ctx.flags = inputs
+        ctx.save_for_backward(pre, output[0], cu_seqlens, h0)
+
+    def backward(ctx: Any, grad_h: Tensor, grad_h_last: Tensor) -> tuple[Tensor | None, ...]:
+        pre, h, cu_seqlens, h0 = ctx.saved_tensors
+        grad_pre, grad_h0 = backward_operator(
+            grad_h, grad_h_last, pre, h, cu_seqlens, h0, *ctx.flags
+        )
+        return grad_pre, None, None if h0 is None else grad_h0, *(None for _ in ctx.flags)
+
+    torch.library.register_fake(f"minserve::{cell}_scan", fake_scan)
+    torch.library.register_fake(f"minserve::{cell}_step", fake_step)
+    torch.library.register_fake(f"minserve::{train}", fake_train)
+    torch.library.register_fake(f"minserve::{train}_backward", fake_backward)
+    torch.library.register_autograd(f"minserve::{train}", backward, setup_context=setup)
 
 
-def _fake_backward(
-    grad_h: Tensor, a: Tensor, h: Tensor, h0: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_h0 = a.new_empty((a.shape[0], a.shape[2]), dtype=accumulation_dtype(a.dtype))
-    return _empty_with_layout_of(a), _empty_with_layout_of(a), grad_h0
-
-
-torch.library.register_fake("minserve::linear_scan_backward", _fake_backward)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, _, h0, ctx.reverse = inputs
-    ctx.save_for_backward(a, output, h0)
-
-
-def _backward(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
-    a, h, h0 = ctx.saved_tensors
-    grad_a, grad_b, grad_h0 = torch.ops.minserve.linear_scan_backward(grad_h, a, h, h0, ctx.reverse)
-    return grad_a, grad_b, None if h0 is None else grad_h0.to(h0.dtype), None
-
-
-torch.library.register_autograd("minserve::linear_scan", _backward, setup_context=_setup)
+_register_linear_scan()
+_register_cell("mingru", gates=2)
+_register_cell("minlstm", gates=3)

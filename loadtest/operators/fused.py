@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import mingru_scan, minlstm_scan
-from engine.ops.gates import mingru_coefficients, minlstm_coefficients
+from engine.ops.scan import mingru_coefficients, minlstm_coefficients
 from loadtest.operators.exact import channel_sample, exact_scan, relative_error, unpack
 from loadtest.operators.limits import ELEMENTWISE, Limits
 from loadtest.operators.rows import Bar, Row, dtype_name, reported

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.ops import library
 from engine.ops import sampling as draw
-from engine.ops.linear_best import draw_best_, ids_of, linear_best
+from engine.ops.gemm import ids_of, linear_best
 from loadtest.operators.draws import arguments
 from loadtest.operators.limits import Limits
 from loadtest.operators.rows import Row, reported
@@ -67,7 +67,7 @@ def _fill(row: Row, count: int, width: int, limits: Limits) -> None:
 
     def of_bests(weight: Tensor) -> None:
         rest = [*drawn[1 : _OF_LOGITS.start], *drawn[_OF_LOGITS.stop :]]
-        draw_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
+        draw.draw_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
 
     best = ids_of(linear_best(x, None, 0.0, weights[0], None, VOCABULARY))
     row.error = float((best != with_argmax(weights[0])).double().mean())

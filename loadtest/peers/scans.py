@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ops.gates import mingru_coefficients, minlstm_coefficients
+from engine.ops.scan import mingru_coefficients, minlstm_coefficients
 
 Scan = Callable[[Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int]  # batch, time, channels

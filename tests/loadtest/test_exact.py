@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from engine.ops import linear_scan
-from engine.ops.scan import reference
+from engine.ops.scan import linear_scan, linear_scan_reference
 from loadtest.operators.exact import (
     channel_sample,
     exact_scan,
@@ -31,13 +30,13 @@ def pair(batch: int, time: int, channels: int) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("time", [1, 2, 3, 64, 65, 1000])
 def test_blocks_side_by_side_are_the_sequential_recurrence(time: int) -> None:
     a, b = pair(3, time, 5)
-    torch.testing.assert_close(exact_scan(a, b), reference(a, b), rtol=1e-12, atol=0)
+    torch.testing.assert_close(exact_scan(a, b), linear_scan_reference(a, b), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("time", [1, 2, 50])
 def test_backward_is_the_gradient(time: int) -> None:
     a, b = (x.requires_grad_() for x in pair(2, time, 3))
-    h = reference(a, b)
+    h = linear_scan_reference(a, b)
     grad_h = torch.randn_like(h)
     wanted = torch.autograd.grad(h, (a, b), grad_h)
     found = exact_scan_backward(a.detach(), h.detach(), grad_h)

@@ -17,7 +17,7 @@ from engine.models.backends.hopper import HopperBackend, supports
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
 from engine.ops import library
-from engine.ops.linear_best import PART, best_of, ids_of
+from engine.ops.gemm import PART, best_of, ids_of
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu

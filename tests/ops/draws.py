@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops import sampling as draw
-from engine.ops.linear_best import draw_best_
 from engine.protocol.messages import SamplingParams
 from engine.runner.sampling import random_streams as distribution
 from tests.ops import torch_draws
@@ -65,7 +64,7 @@ class Rows:
 
     def draw_best(self, best: Tensor) -> None:
         """Draws from the bests of parts of the rows."""
-        draw_best_(
+        draw.draw_best_(
             best,
             self.tokens,
             self.slots,

@@ -22,12 +22,16 @@ from engine.models.backends.selector import EagerBackend
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
+from engine.ops.gemm import (
+    SQUARE_ROWS,
+    best_of,
+    linear_best,
+    linear_embed,
+    linear_map,
+    linear_residual_,
+    linear_step,
+)
 from engine.ops.library import cuda_archs
-from engine.ops.linear_best import best_of, linear_best
-from engine.ops.linear_embed import linear_embed
-from engine.ops.gemm import SQUARE_ROWS, linear_map
-from engine.ops.linear_residual import linear_residual_
-from engine.ops.linear_step import linear_step
 from tests.ops.draws import PARAMETERS, rows_of
 
 LENGTHS = {

@@ -17,8 +17,8 @@ from tests.ops.helpers import (
     exact,
     gated_case,
     int32,
-    op,
     ragged,
+    reference,
     same_bits,
 )
 
@@ -48,7 +48,7 @@ def test_scan_equals_the_recurrence(
 @pytest.mark.parametrize(("cell", "options"), OPTIONS)
 def test_ragged_batches(device: str, dtype: torch.dtype, cell: str, options: Options) -> None:
     pre, cu_seqlens, state, slots = ragged(cell)
-    wanted, wanted_state = op(f"{cell}_scan").reference(pre, cu_seqlens, state, slots, *options)
+    wanted, wanted_state = reference(f"{cell}_scan")(pre, cu_seqlens, state, slots, *options)
     given = state.float().to(device)
     scan = getattr(ops, f"{cell}_scan")
     h = scan(pre.to(device, dtype), cu_seqlens.to(device), given, slots.to(device), *options)
@@ -68,7 +68,7 @@ def test_a_step_is_a_scan_of_length_one(
     pre = exact(batch, CELLS[cell] * channels, seed=3, scale=2.0)
     state = exact(12, channels, seed=4)
     slots = int32(4, 0, -1, 11, 7, 3, -5, 2, 9)
-    wanted, wanted_state = op(f"{cell}_step").reference(pre, state, slots, *options)
+    wanted, wanted_state = reference(f"{cell}_step")(pre, state, slots, *options)
     x, rows = pre.to(device, dtype), slots.to(device)
     stepped, scanned = state.float().to(device), state.float().to(device)
     h = getattr(ops, f"{cell}_step")(x, stepped, rows, *options)
@@ -103,7 +103,7 @@ def test_extreme_gates_stay_finite_and_right(device: str, cell: str, options: Op
     pre = gates.T.reshape(1, -1)  # one token, a channel for each combination
     channels = gates.shape[0]
     state = exact(1, channels, seed=6)
-    wanted, _ = op(f"{cell}_step").reference(pre, state, int32(0), *options)
+    wanted, _ = reference(f"{cell}_step")(pre, state, int32(0), *options)
     given = state.float().to(device)
     h = getattr(ops, f"{cell}_step")(
         pre.float().to(device), given, int32(0, device=device), *options
@@ -126,7 +126,7 @@ def test_training_scan_and_its_gradients(
 
     pre = values.clone().requires_grad_()
     h0 = start.clone().requires_grad_() if with_h0 else None
-    wanted, wanted_last = op(f"{cell}_scan_train").reference(pre, cu_seqlens, h0, *options)
+    wanted, wanted_last = reference(f"{cell}_scan_train")(pre, cu_seqlens, h0, *options)
     (wanted * seen).sum().add((wanted_last * seen_last).sum()).backward()
 
     x = values.to(device, dtype).requires_grad_()

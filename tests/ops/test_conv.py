@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops import conv_scan, conv_step
+from engine.ops.conv1d import (
+    conv_scan,
+    conv_scan_reference,
+    conv_step,
+    conv_step_reference,
+)
 from tests.ops.helpers import (
     CELLS,
     DEVICES,
@@ -19,7 +24,6 @@ from tests.ops.helpers import (
     close,
     exact,
     int32,
-    op,
     same_bits,
 )
 
@@ -63,7 +67,7 @@ def test_ragged_batches(
     cu_seqlens, slots = int32(0, 1, 3, 3, 40, 60, 90), int32(5, 2, 1, 0, -1, 6)
     x, state = exact(95, channels, seed=5), exact(8, taps - 1, channels, seed=6)
     weight, bias = exact(channels, taps, seed=7), exact(channels, seed=8) if with_bias else None
-    wanted, wanted_state = op("conv_scan").reference(x, weight, bias, cu_seqlens, state, slots)
+    wanted, wanted_state = conv_scan_reference(x, weight, bias, cu_seqlens, state, slots)
     given = state.float().to(device)
     y = conv_scan(
         x.to(device, dtype),
@@ -102,7 +106,7 @@ def test_stepping_equals_the_scan_bit_for_bit(
 def test_step_equals_its_reference_and_skips_padding(device: str) -> None:
     x, state = exact(4, 5, seed=13), exact(3, 2, 5, seed=14)
     weight, slots = exact(5, 3, seed=15), int32(2, -1, 0, -7)
-    wanted, wanted_state = op("conv_step").reference(x, weight, None, state, slots)
+    wanted, wanted_state = conv_step_reference(x, weight, None, state, slots)
     given = state.float().to(device)
     y = conv_step(x.float().to(device), weight.float().to(device), None, given, slots.to(device))
     close(y, wanted, torch.float32)
@@ -127,7 +131,7 @@ def test_more_sequences_than_a_block_has_threads(
         exact(40, seed=18),
         exact(300, taps - 1, 40, seed=19),
     )
-    wanted, wanted_state = op("conv_scan").reference(x, weight, bias, cu_seqlens, state, slots)
+    wanted, wanted_state = conv_scan_reference(x, weight, bias, cu_seqlens, state, slots)
     given = state.float().to(device)
     y = conv_scan(
         x.to(device, dtype),

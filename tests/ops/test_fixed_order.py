@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.config import SCAN_CHUNK
-from engine.ops import (
-    conv_scan,
+from engine.ops import conv_scan, mingru_scan
+from engine.ops.gemm import (
     linear_map,
-    linear_residual,
+    linear_map_reference,
+    linear_residual_,
     linear_step,
-    mingru_scan,
+    norm_inputs,
 )
 from tests.ops.fixed_order import SHAPES, TOKENS
 from tests.ops.helpers import int32
@@ -49,7 +50,7 @@ def same_bits(got: Tensor, expected: Tensor) -> None:
 
 def normed(tokens: int, inputs: int) -> tuple[Tensor, Tensor]:
     weight = (1 + 0.2 * noise(inputs, seed=2)).bfloat16()
-    return linear_residual.norm_inputs(noise(tokens, inputs, seed=4).bfloat16(), weight)
+    return norm_inputs(noise(tokens, inputs, seed=4).bfloat16(), weight)
 
 
 def same_at_every_size(read: _Read) -> None:
@@ -71,8 +72,8 @@ def test_linear_map(shape: tuple[int, int]) -> None:
     def read(rows: slice) -> list[Tensor]:
         given = x[rows].contiguous(), squares[:, rows].contiguous(), EPS, weight
         return [
-            linear_map.linear_map(*given, bias, logits=True, fixed_order=True),
-            linear_map.linear_map(*given, None, gelu=True, fixed_order=True),
+            linear_map(*given, bias, logits=True, fixed_order=True),
+            linear_map(*given, None, gelu=True, fixed_order=True),
         ]
 
     same_at_every_size(read)
@@ -89,7 +90,7 @@ def test_linear_step(shape: tuple[int, int, int]) -> None:
     def read(rows: slice) -> list[Tensor]:
         state = before.clone()
         slots = torch.arange(MOST, dtype=torch.int32, device="cuda")[rows].contiguous()
-        h = linear_step.linear_step(
+        h = linear_step(
             x[rows].contiguous(),
             squares[:, rows].contiguous(),
             EPS,
@@ -113,11 +114,11 @@ def test_linear_residual(shape: tuple[int, int]) -> None:
 
     def read(rows: slice) -> list[Tensor]:
         x = before[rows].clone()  # changed in place
-        scaled, squares = linear_residual.linear_residual_(
+        scaled, squares = linear_residual_(
             y[rows].contiguous(), weight, None, x, norm, fixed_order=True
         )
         unscaled = before[rows].clone()  # as within the layers of a model
-        _, of_unscaled = linear_residual.linear_residual_(
+        _, of_unscaled = linear_residual_(
             y[rows].contiguous(), weight, None, unscaled, None, fixed_order=True, squares=True
         )
         return [x, scaled, squares.t(), unscaled, of_unscaled.t()]
@@ -131,8 +132,8 @@ def test_it_is_the_same_product(shape: tuple[int, int], tokens: int) -> None:
     channels, inputs = shape
     x, squares = normed(tokens, inputs)
     weight = noise(channels, inputs, seed=1, scale=inputs**-0.5).bfloat16()
-    got = linear_map.linear_map(x, squares, EPS, weight, logits=True, fixed_order=True)
-    expected = linear_map.reference(x, squares, EPS, weight)
+    got = linear_map(x, squares, EPS, weight, logits=True, fixed_order=True)
+    expected = linear_map_reference(x, squares, EPS, weight)
     scale = float(expected.abs().max())
     torch.testing.assert_close(got.double(), expected, rtol=2.0**-14, atol=2e-5 * scale)
 

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.linear_best import IN_ONE_PART, PART, best_of, ids_of, linear_best
-from engine.ops.gemm import SQUARE_ROWS, linear_map, reference
+from engine.ops.gemm import (
+    IN_ONE_PART,
+    PART,
+    SQUARE_ROWS,
+    best_of,
+    ids_of,
+    linear_best,
+    linear_map,
+    linear_map_reference,
+)
 from engine.protocol.messages import SamplingParams
 from tests.ops.draws import Rows, rows_of
 from tests.ops.helpers import exact
@@ -94,7 +102,7 @@ def test_bests_are_those_of_the_logits(shape: tuple[int, int, int, int]) -> None
     x, weight, some_bias = given(shape)
     rows, _, channels, vocabulary = shape
     for bias in (None, some_bias):
-        exactly = reference(x, None, 0.0, weight, bias)[:, :vocabulary]
+        exactly = linear_map_reference(x, None, 0.0, weight, bias)[:, :vocabulary]
         best = linear_best(x, None, 0.0, weight, bias, vocabulary)
         parts = exactly.split(PART, dim=1)
         assert best.shape == (rows, -(-channels // PART))

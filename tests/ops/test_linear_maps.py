@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import (
+from engine.ops import mingru_step, minlstm_step
+from engine.ops.gemm import (
+    SQUARE_ROWS,
     linear_embed,
     linear_map,
-    linear_residual,
+    linear_map_reference,
+    linear_residual_,
+    linear_residual_reference,
     linear_step,
-    mingru_step,
-    minlstm_step,
+    linear_step_reference,
+    norm_inputs,
 )
 from tests.ops.helpers import exact
 
@@ -44,10 +48,10 @@ def on_gpu(x: Tensor) -> Tensor:
 def normed(tokens: int, inputs: int) -> tuple[Tensor, Tensor | None]:
     """An input with its sums of squares; without where no norm could have written them."""
     x = on_gpu(exact(tokens, inputs, seed=tokens))
-    if inputs % linear_map.SQUARE_ROWS:
+    if inputs % SQUARE_ROWS:
         return x, None
     weight = on_gpu(1 + 0.2 * exact(inputs, seed=2))
-    return linear_residual.norm_inputs(x, weight)
+    return norm_inputs(x, weight)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -65,8 +69,8 @@ def test_linear_map(shape: tuple[int, int], tokens: int) -> None:
     weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5))
     bias = on_gpu(exact(channels, seed=3))
     for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
-        got = linear_map.linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
-        expected = linear_map.reference(x, squares, EPS, weight, with_bias, gelu)
+        got = linear_map(x, squares, EPS, weight, with_bias, gelu, logits)
+        expected = linear_map_reference(x, squares, EPS, weight, with_bias, gelu)
         assert got.dtype == (torch.float32 if logits else torch.bfloat16)
         close(got, expected)
 
@@ -93,8 +97,8 @@ def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> Non
         slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
         slots[tokens // 2] = -1 if tokens > 1 else slots[0]
         state = pool.clone()
-        h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
-        expected, after = linear_step.reference(
+        h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        expected, after = linear_step_reference(
             x, squares, EPS, weight, bias, pool, slots, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
@@ -118,8 +122,8 @@ def test_a_step_is_map_and_step(tokens: int, gates: int, options: tuple[bool, bo
     state = exact(tokens, channels, seed=4).to("cuda", torch.float32)
     slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
     apart = state.clone()
-    h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
-    pre = linear_map.linear_map(x, squares, EPS, weight, bias)
+    h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+    pre = linear_map(x, squares, EPS, weight, bias)
     if gates == 2:
         expected = mingru_step(pre, apart, slots, options[0])
     else:
@@ -140,10 +144,10 @@ def test_rows_of_state_lie_apart_and_slots_may_miss_them(gates: int) -> None:
     spaced = torch.zeros(5, 2, dtype=torch.int32, device="cuda")
     spaced[:, 0] = named
     plain = pool[:, 4:-4].contiguous()
-    expected = linear_step.linear_step(x, squares, EPS, weight, None, plain, named)
+    expected = linear_step(x, squares, EPS, weight, None, plain, named)
     assert not expected[[1, 2, 4]].any() and expected[[0, 3]].any()
     whole = pool.clone()
-    h = linear_step.linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0])
+    h = linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0])
     assert torch.equal(h, expected) and torch.equal(whole[:, 4:-4], plain)
     assert torch.equal(whole[:, :4], pool[:, :4]) and torch.equal(whole[:, -4:], pool[:, -4:])
     assert torch.equal(whole[[1, 2, 4, 5]], pool[[1, 2, 4, 5]])
@@ -161,48 +165,46 @@ def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
     before = on_gpu(exact(tokens, channels, seed=6))
     norm = on_gpu(1 + 0.2 * exact(channels, seed=7))
     x = before.clone()
-    scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
-    close(x, linear_residual.reference(y, weight, bias, before))
-    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    scaled, squares = linear_residual_(y, weight, bias, x, norm)
+    close(x, linear_residual_reference(y, weight, bias, before))
+    expected_scaled, expected_squares = norm_inputs(x, norm)
     assert torch.equal(scaled, expected_scaled)
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
     unit = before.clone()
-    nothing, beside_x = linear_residual.linear_residual_(y, weight, bias, unit, None, squares=True)
+    nothing, beside_x = linear_residual_(y, weight, bias, unit, None, squares=True)
     assert torch.equal(unit, x) and nothing.numel() == 0 and torch.equal(beside_x, squares)
     ahead = on_gpu(exact(channels, seed=8))
     more = before.clone()
-    beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
+    beside = linear_residual_(y, weight, bias, more, norm, ahead=ahead)
     assert torch.equal(more, x + ahead)
     assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
     more = before.clone()
-    beside = linear_residual.linear_residual_(
-        y, weight, bias, more, None, ahead=ahead, squares=True
-    )
+    beside = linear_residual_(y, weight, bias, more, None, ahead=ahead, squares=True)
     assert torch.equal(more, x + ahead) and torch.equal(beside[1], squares)
     more = before.clone()
-    linear_residual.linear_residual_(y, weight, bias, more, None, ahead=ahead)
+    linear_residual_(y, weight, bias, more, None, ahead=ahead)
     assert torch.equal(more, x + ahead)
     x = before.clone()
-    scaled, squares = linear_residual.linear_residual_(y, weight, None, x, None)
+    scaled, squares = linear_residual_(y, weight, None, x, None)
     assert scaled.shape == (0, channels) and squares.shape == (0, tokens)
-    close(x, linear_residual.reference(y, weight, None, before))
+    close(x, linear_residual_reference(y, weight, None, before))
 
 
 def test_linear_embed() -> None:
     table = on_gpu(exact(50, 384, seed=1))
     norm = on_gpu(1 + 0.2 * exact(384, seed=7))
     tokens = torch.tensor([3, 49, 0, 50, -1, 3], dtype=torch.int32, device="cuda")
-    x, scaled, squares = linear_embed.linear_embed(tokens, table, norm)
+    x, scaled, squares = linear_embed(tokens, table, norm)
     expected = torch.stack(
         [table[3], table[49], table[0], *[torch.zeros_like(table[0])] * 2, table[3]]
     )
     assert torch.equal(x, expected)
-    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    expected_scaled, expected_squares = norm_inputs(x, norm)
     assert torch.equal(scaled, expected_scaled)
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
-    x, scaled, beside_x = linear_embed.linear_embed(tokens, table, None, squares=True)
+    x, scaled, beside_x = linear_embed(tokens, table, None, squares=True)
     assert torch.equal(x, expected) and scaled.numel() == 0 and torch.equal(beside_x, squares)
-    x, scaled, squares = linear_embed.linear_embed(tokens, table, None)
+    x, scaled, squares = linear_embed(tokens, table, None)
     assert torch.equal(x, expected) and scaled.numel() == squares.numel() == 0
 
 
@@ -211,14 +213,12 @@ def test_neighbours_change_no_bit() -> None:
         x, squares = normed(tokens, 768)
         assert squares is not None
         weight = on_gpu(exact(1152, 768, seed=1, scale=0.05))
-        y = linear_map.linear_map(x, squares, EPS, weight)
+        y = linear_map(x, squares, EPS, weight)
         order = torch.randperm(tokens, device="cuda")
-        other = linear_map.linear_map(
-            x[order].contiguous(), squares[:, order].contiguous(), EPS, weight
-        )
+        other = linear_map(x[order].contiguous(), squares[:, order].contiguous(), EPS, weight)
         assert torch.equal(y[order], other)
         x[1:], squares[:, 1:] = torch.nan, torch.nan
-        assert torch.equal(linear_map.linear_map(x, squares, EPS, weight)[0], y[0])
+        assert torch.equal(linear_map(x, squares, EPS, weight)[0], y[0])
 
 
 def test_replayed_chain_is_the_eager_one() -> None:
@@ -231,10 +231,10 @@ def test_replayed_chain_is_the_eager_one() -> None:
     x = start.clone()
 
     def chain() -> Tensor:
-        scaled, squares = linear_residual.norm_inputs(x, norm)
+        scaled, squares = norm_inputs(x, norm)
         for _ in range(6):
-            y = linear_map.linear_map(scaled, squares, EPS, up, gelu=True)
-            scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
+            y = linear_map(scaled, squares, EPS, up, gelu=True)
+            scaled, squares = linear_residual_(y, down, None, x, norm)
         return scaled
 
     expected = chain().clone()
@@ -280,49 +280,49 @@ def test_bad_arguments_are_told() -> None:
     for other in (torch.float32, torch.float16):
         name, given = str(other).removeprefix("torch."), (x.to(other), weight.to(other))
         with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
-            linear_map.linear_map(given[0], squares, EPS, given[1])
+            linear_map(given[0], squares, EPS, given[1])
         with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
-            linear_step.linear_step(given[0], squares, EPS, given[1], None, state, slots)
+            linear_step(given[0], squares, EPS, given[1], None, state, slots)
         with pytest.raises(RuntimeError, match=f"y must be bfloat16, got {name}"):
-            linear_residual.linear_residual_(*given, None, x[:, :64].contiguous(), None)
+            linear_residual_(*given, None, x[:, :64].contiguous(), None)
         with pytest.raises(RuntimeError, match="table must be bfloat16"):
-            linear_embed.linear_embed(slots, given[1], None)
+            linear_embed(slots, given[1], None)
     with pytest.raises(RuntimeError, match="weight"):
-        linear_map.linear_map(x, squares, EPS, weight[:, :64].contiguous())
+        linear_map(x, squares, EPS, weight[:, :64].contiguous())
     with pytest.raises(RuntimeError, match="multiple of 8"):
-        linear_map.linear_map(x, squares, EPS, weight[:63])
+        linear_map(x, squares, EPS, weight[:63])
     with pytest.raises(RuntimeError, match="squares"):
-        linear_map.linear_map(x, squares[:1], EPS, weight)
+        linear_map(x, squares[:1], EPS, weight)
     with pytest.raises(RuntimeError, match="exclude"):
-        linear_map.linear_map(x, squares, EPS, weight, None, True, True)
+        linear_map(x, squares, EPS, weight, None, True, True)
     with pytest.raises(RuntimeError, match="two or three rows"):
-        linear_step.linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots)
+        linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots)
     with pytest.raises(RuntimeError, match="multiple of 64"):
-        linear_residual.linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
+        linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
     square = on_gpu(exact(128, 128, seed=1))
     with pytest.raises(RuntimeError, match="share memory"):
-        linear_residual.linear_residual_(x, square, None, x, None)
+        linear_residual_(x, square, None, x, None)
     with pytest.raises(RuntimeError, match="bias must begin at a multiple of 16"):
         bias = torch.zeros(68, device="cuda", dtype=torch.bfloat16)
-        linear_map.linear_map(x, squares, EPS, weight, bias[4:])
+        linear_map(x, squares, EPS, weight, bias[4:])
     with pytest.raises(RuntimeError, match="norm_weight must begin at a multiple of 16"):
         norm = torch.zeros(132, device="cuda", dtype=torch.bfloat16)[4:]
-        linear_residual.linear_residual_(x, square, None, x.clone(), norm)
+        linear_residual_(x, square, None, x.clone(), norm)
     with pytest.raises(RuntimeError, match="x must begin at a multiple of 16"):
         flat = torch.zeros(x.numel() + 4, device="cuda", dtype=torch.bfloat16)[4:]
-        linear_residual.linear_residual_(x, square, None, flat.view(x.shape), None)
+        linear_residual_(x, square, None, flat.view(x.shape), None)
     with pytest.raises(RuntimeError, match="ahead must begin at a multiple of 16"):
         ahead = torch.zeros(132, device="cuda", dtype=torch.bfloat16)[4:]
-        linear_residual.linear_residual_(x, square, None, x.clone(), None, ahead=ahead)
+        linear_residual_(x, square, None, x.clone(), None, ahead=ahead)
     with pytest.raises(RuntimeError, match="ahead must be"):
-        linear_residual.linear_residual_(x, square, None, x.clone(), None, ahead=square[0, :64])
+        linear_residual_(x, square, None, x.clone(), None, ahead=square[0, :64])
     with pytest.raises(RuntimeError, match="x must begin"):
-        linear_map.linear_map(x.flatten()[4:132].view(1, 128), None, EPS, weight)
+        linear_map(x.flatten()[4:132].view(1, 128), None, EPS, weight)
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):
         flat = torch.zeros(4 * 32 + 1, device="cuda")
-        linear_step.linear_step(x, squares, EPS, weight, None, flat[1:].view(4, 32), slots)
+        linear_step(x, squares, EPS, weight, None, flat[1:].view(4, 32), slots)
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):
         wide = torch.zeros(4, 34, device="cuda")
-        linear_step.linear_step(x, squares, EPS, weight, None, wide[:, :32], slots)
+        linear_step(x, squares, EPS, weight, None, wide[:, :32], slots)
     with pytest.raises(NotImplementedError):
-        linear_map.linear_map(x.cpu(), None, EPS, weight.cpu())
+        linear_map(x.cpu(), None, EPS, weight.cpu())

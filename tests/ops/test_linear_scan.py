@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.ops import linear_scan
+from engine.ops.scan import heinsen_reference, linear_scan, linear_scan_reference
 from tests.ops.helpers import (
     ALL_DTYPES,
     DEVICES,
@@ -15,10 +15,7 @@ from tests.ops.helpers import (
     close,
     exact,
     linear_case,
-    op,
 )
-
-reference = op("linear_scan").reference
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,7 +38,7 @@ def test_coefficients_need_not_be_gates(device: str) -> None:
     a, b = exact(3, 40, 5, seed=1, scale=0.9), exact(3, 40, 5, seed=2)
     a[0, 7] = 0.0
     h = linear_scan(a.to(device), b.to(device))
-    close(h, reference(a, b), torch.float64)
+    close(h, linear_scan_reference(a, b), torch.float64)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -49,7 +46,7 @@ def test_h0_may_be_float32_beside_two_byte_inputs(device: str) -> None:
     a, b = (exact(2, 9, 5, seed=s).sigmoid().bfloat16().to(device) for s in (1, 2))
     h0 = torch.full((2, 5), 1.0009765625, device=device)  # no bfloat16 number
     h = linear_scan(a, b, h0)
-    close(h, reference(a.cpu(), b.cpu(), h0.cpu()), torch.bfloat16)
+    close(h, linear_scan_reference(a.cpu(), b.cpu(), h0.cpu()), torch.bfloat16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -78,7 +75,7 @@ def test_gradients_equal_those_of_the_reference(
     ]
     seen = exact(2, length, 37, seed=6)
     wanted = [v.clone().requires_grad_() for v in values]
-    reference(*wanted, reverse).backward(seen)
+    linear_scan_reference(*wanted, reverse).backward(seen)
     given = [v.to(device, dtype).requires_grad_() for v in values]
     linear_scan(*given, reverse).backward(seen.to(device, dtype))
     for name, g, w in zip(["a", "b", "h0"], given, wanted, strict=True):
@@ -90,6 +87,5 @@ def test_gradients_equal_those_of_the_reference(
 def test_heinsen_agrees_where_it_can_be_trusted() -> None:
     a = exact(1, 50, 4, seed=7).sigmoid()
     b, h0 = exact(1, 50, 4, seed=8).abs() + 0.1, exact(1, 4, seed=9).abs() + 0.1
-    heinsen = op("linear_scan").heinsen_reference
-    close(heinsen(a, b, h0), reference(a, b, h0), torch.float64, factor=100)
-    close(heinsen(a, b), reference(a, b), torch.float64, factor=100)
+    close(heinsen_reference(a, b, h0), linear_scan_reference(a, b, h0), torch.float64, factor=100)
+    close(heinsen_reference(a, b), linear_scan_reference(a, b), torch.float64, factor=100)

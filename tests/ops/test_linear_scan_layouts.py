@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import linear_scan
+from engine.ops.scan import linear_scan, linear_scan_reference
 from tests.ops.helpers import (
     ALL_DTYPES,
     DEVICES,
@@ -17,11 +17,9 @@ from tests.ops.helpers import (
     close,
     exact,
     linear_case,
-    op,
     same_bits,
 )
 
-reference = op("linear_scan").reference
 BACKWARD = torch.ops.minserve.linear_scan_backward
 LENGTHS = [1, 2, 7, 64, 257, 4096, 5000, 65537]
 
@@ -83,7 +81,7 @@ def test_gradients_equal_those_of_the_reference(
     ]
     seen = exact(2, length, 5, seed=6)
     wanted = [v.clone().requires_grad_() for v in values]
-    reference(*wanted, reverse).backward(seen)
+    linear_scan_reference(*wanted, reverse).backward(seen)
     given = [v.to(device, dtype) for v in values]
     given = [v.detach().requires_grad_() for v in (by_time(given[0]), by_time(given[1]), given[2])]
     linear_scan(*given, reverse).backward(by_time(seen.to(device, dtype)))
@@ -114,7 +112,7 @@ def test_many_rows_of_several_tiles(device: str, reverse: bool) -> None:
     a = exact(2, 5000, 1100, seed=1).sigmoid().float()
     b, h0 = exact(2, 5000, 1100, seed=2).float(), exact(2, 1100, seed=3).float()
     h = linear_scan(by_time(a.to(device)), by_time(b.to(device)), h0.to(device), reverse)
-    close(h, reference(a, b, h0, reverse), torch.float32)
+    close(h, linear_scan_reference(a, b, h0, reverse), torch.float32)
 
 
 @pytest.mark.gpu
@@ -136,7 +134,7 @@ def test_coefficients_need_not_be_gates(device: str) -> None:
     a, b = exact(3, 400, 5, seed=1, scale=0.9), exact(3, 400, 5, seed=2)
     a[0, 7] = 0.0
     h = linear_scan(by_time(a.to(device)), by_time(b.to(device)))
-    close(h, reference(a, b), torch.float64, factor=10)
+    close(h, linear_scan_reference(a, b), torch.float64, factor=10)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,7 +142,7 @@ def test_h0_may_be_float32_beside_two_byte_inputs(device: str) -> None:
     a, b, _ = small(device)
     a, b = by_time(a.bfloat16()), by_time(b.bfloat16())
     h0 = torch.full((3, 5), 1.0009765625, device=device)  # no bfloat16 number
-    close(linear_scan(a, b, h0), reference(a.cpu(), b.cpu(), h0.cpu()), torch.bfloat16)
+    close(linear_scan(a, b, h0), linear_scan_reference(a.cpu(), b.cpu(), h0.cpu()), torch.bfloat16)
     # The gradient of a[:, 0] is g * h0: with one step seen, h0 itself.
     seen = torch.zeros_like(a)
     seen[:, 0] = 1.0
@@ -238,7 +236,7 @@ def test_a_gradient_without_strides_of_its_own(device: str) -> None:
     a, b, h0 = (x.requires_grad_() for x in small(device))
     linear_scan(a, b, h0).sum().backward()
     plain = [x.detach().cpu().double().requires_grad_() for x in (a, b, h0)]
-    reference(*plain).sum().backward()
+    linear_scan_reference(*plain).sum().backward()
     for x, y in zip((a, b, h0), plain, strict=True):
         assert x.grad is not None and y.grad is not None
         close(x.grad, y.grad, torch.float32, factor=4.0)

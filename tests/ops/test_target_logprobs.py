@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine import ops
+from engine.ops.logprobs import reference
 from engine.protocol.logprobs import words_of_report
-from tests.ops.helpers import DEVICES, op, same_bits
+from tests.ops.helpers import DEVICES, same_bits
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -35,7 +36,7 @@ def case(rows: int, vocab: int, scale: float, device: str) -> tuple[Tensor, Tens
 def test_values(device: str, vocab: int, scale: float) -> None:
     logits, targets = case(9, vocab, scale, device)
     logprobs, is_greedy = reported(logits, targets)
-    wanted, wanted_greedy, _, _ = op("logprobs").reference(logits, targets)
+    wanted, wanted_greedy, _, _ = reference(logits, targets)
     torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-6, atol=2e-6)
     assert torch.equal(is_greedy, wanted_greedy) and is_greedy[::2].all()
 
@@ -129,7 +130,7 @@ def test_the_best_come_in_order_of_equal_ones_the_lowest_id_first(
     logits, targets = with_ties(6, vocab, device), case(6, vocab, 1.0, device)[1]
     reports = ops.target_logprobs(logits, targets, top)
     assert (reports.shape, reports.dtype) == ((6, words_of_report(top)), torch.int32)
-    got, wanted = ops.read_reports(reports), op("logprobs").reference(logits, targets, top)
+    got, wanted = ops.read_reports(reports), reference(logits, targets, top)
     assert torch.equal(got.top_ids, wanted.top_ids)
     torch.testing.assert_close(got.top_logprobs.double(), wanted.top_logprobs, rtol=1e-6, atol=2e-6)
     alone = ops.target_logprobs(logits, targets)
@@ -153,7 +154,7 @@ def test_rows_whose_best_are_badly_spread(device: str) -> None:
     logits = torch.stack(rows).to(device)
     targets = torch.zeros(len(rows), dtype=torch.int64, device=device)
     got = ops.read_reports(ops.target_logprobs(logits, targets, 20))
-    wanted = op("logprobs").reference(logits, targets, 20)
+    wanted = reference(logits, targets, 20)
     assert torch.equal(got.top_ids, wanted.top_ids)
     torch.testing.assert_close(got.top_logprobs.double(), wanted.top_logprobs, rtol=1e-6, atol=2e-6)
 

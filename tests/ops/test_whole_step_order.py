@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.linear_embed import linear_embed
-from engine.ops.gemm import linear_map
+from engine.ops.gemm import linear_embed, linear_map
 from engine.ops.persistent_decode import EIGHT, Phase, Program
 from tests.ops.helpers import int32
 

@@ -1,5 +1,5 @@
-"""Linear maps of many tokens against float64: every wide form (csrc/gemm/persistent_kernel.cuh) with every
-epilogue that it has."""
+"""Linear maps of many tokens against float64: every wide form (csrc/gemm/persistent_kernel.cuh)
+with every epilogue that it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import linear_map, linear_residual, linear_step
+from engine.ops.gemm import (
+    linear_map,
+    linear_map_reference,
+    linear_residual_,
+    linear_residual_reference,
+    linear_step,
+    linear_step_reference,
+    norm_inputs,
+)
 from tests.ops.helpers import exact
 from tests.ops.test_linear_maps import EPS, close, normed, on_gpu
 from tests.ops.wide_forms import SHAPES
@@ -32,9 +40,9 @@ def test_linear_map(shape: Shape) -> None:
     weight, bias = weights_of(shape)
     for with_bias, gelu, logits in ((None, False, False), (bias, True, False), (bias, False, True)):
         given = x, squares, EPS, weight, with_bias, gelu
-        got = linear_map.linear_map(*given, logits)
-        close(got, linear_map.reference(*given))
-        assert torch.equal(got, linear_map.linear_map(*given, logits))
+        got = linear_map(*given, logits)
+        close(got, linear_map_reference(*given))
+        assert torch.equal(got, linear_map(*given, logits))
 
 
 @pytest.mark.parametrize("shape", MAPS, ids=str)
@@ -45,21 +53,21 @@ def test_linear_residual(shape: Shape) -> None:
     before = on_gpu(exact(tokens, channels, seed=6))
     norm = on_gpu(1 + 0.2 * exact(channels, seed=7))
     x, alone = before.clone(), before.clone()
-    scaled, squares = linear_residual.linear_residual_(y, weight, bias, x, norm)
-    close(x, linear_residual.reference(y, weight, bias, before))
-    expected_scaled, expected_squares = linear_residual.norm_inputs(x, norm)
+    scaled, squares = linear_residual_(y, weight, bias, x, norm)
+    close(x, linear_residual_reference(y, weight, bias, before))
+    expected_scaled, expected_squares = norm_inputs(x, norm)
     assert torch.equal(scaled, expected_scaled)
     torch.testing.assert_close(squares, expected_squares, rtol=1e-5, atol=1e-5)
-    linear_residual.linear_residual_(y, weight, bias, alone, None)
+    linear_residual_(y, weight, bias, alone, None)
     assert torch.equal(alone, x)
     unit = before.clone()
-    nothing, beside_x = linear_residual.linear_residual_(y, weight, bias, unit, None, squares=True)
+    nothing, beside_x = linear_residual_(y, weight, bias, unit, None, squares=True)
     assert torch.equal(unit, x) and nothing.numel() == 0 and torch.equal(beside_x, squares)
     ahead = on_gpu(exact(channels, seed=8))
     more, alone = before.clone(), before.clone()
-    beside = linear_residual.linear_residual_(y, weight, bias, more, norm, ahead=ahead)
+    beside = linear_residual_(y, weight, bias, more, norm, ahead=ahead)
     assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
-    linear_residual.linear_residual_(y, weight, bias, alone, None, ahead=ahead)
+    linear_residual_(y, weight, bias, alone, None, ahead=ahead)
     assert torch.equal(more, x + ahead) and torch.equal(alone, more)
 
 
@@ -77,8 +85,8 @@ def test_linear_step(shape: Shape) -> None:
     for linear_candidate, normalize_gates in ((False, True), (True, gates == 2)):
         options = linear_candidate, normalize_gates
         state = pool.clone()
-        h = linear_step.linear_step(x, squares, EPS, weight, bias, state, slots, *options)
-        expected, after = linear_step.reference(
+        h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        expected, after = linear_step_reference(
             x, squares, EPS, weight, bias, pool, slots, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
@@ -99,10 +107,10 @@ def test_replays_are_the_eager_chain(shape: Shape) -> None:
     x = start.clone()
 
     def chain() -> Tensor:
-        scaled, squares = linear_residual.norm_inputs(x, norm)
+        scaled, squares = norm_inputs(x, norm)
         for _ in range(3):
-            y = linear_map.linear_map(scaled, squares, EPS, weight, gelu=True)
-            scaled, squares = linear_residual.linear_residual_(y, down, None, x, norm)
+            y = linear_map(scaled, squares, EPS, weight, gelu=True)
+            scaled, squares = linear_residual_(y, down, None, x, norm)
         return scaled
 
     expected = chain().clone()

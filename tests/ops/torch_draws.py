@@ -25,7 +25,9 @@ def octaves(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     best is fp32 [rows], temperature fp32 [rows, 1]. With the best at 0, no temperature can overflow
     to +infinity.
     """
-    each = torch.full_like(temperature, _LOG2_E) / temperature  # as octaves_of in csrc/sampling/sample.h
+    each = (
+        torch.full_like(temperature, _LOG2_E) / temperature
+    )  # as octaves_of in csrc/sampling/sample.h
     return (logits - best.unsqueeze(-1)) * each
 
 

@@ -18,10 +18,7 @@ from engine.models.minrnn.cell import Cell, ModelState
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import conv_scan, conv_step
-from engine.ops.linear_embed import linear_embed
-from engine.ops.gemm import linear_map
-from engine.ops.linear_residual import linear_residual_
-from engine.ops.linear_step import linear_step
+from engine.ops.gemm import linear_embed, linear_map, linear_residual_, linear_step
 
 
 class Stream(NamedTuple):

@@ -8,7 +8,7 @@ layer, out projection and MLP up with GELU. Which way is the quickest is measure
 sizes that graphs are made for (`prepare`), and other sizes go the way of the nearest of them.
 
 A head apart is the library's, of a few rows the chain's last map, or where all of more rows draw
-the best token, one that finds it meanwhile (engine/ops/linear_best.py).
+the best token, one that finds it meanwhile (engine/ops/gemm.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import rms_norm
-from engine.ops.linear_best import IN_ONE_PART, linear_best
-from engine.ops.gemm import SQUARE_ROWS
+from engine.ops.gemm import IN_ONE_PART, SQUARE_ROWS, linear_best
 from engine.ops.persistent_decode import EIGHT
 
 _MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each

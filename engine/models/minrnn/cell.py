@@ -32,7 +32,7 @@ class ModelState:
     conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
 
 
-#: tokens, state, slots -> bests (engine/ops/linear_best.py)
+#: tokens, state, slots -> bests (engine/ops/gemm.py)
 StepToBests = Callable[[Tensor, ModelState, Tensor], Tensor]
 
 

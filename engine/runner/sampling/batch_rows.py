@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
-from engine.ops.linear_best import draw_best_
+from engine.ops.sampling import draw_best_
 from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.step_plan import MOST_STEPS
 
