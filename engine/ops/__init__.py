@@ -6,7 +6,7 @@ plain torch, and registers the shape functions and, where there are any, the gra
 
 from engine.ops.conv1d import conv_scan, conv_step
 from engine.ops.library import cpu_isa, cuda_archs, has_cuda_kernels
-from engine.ops.logits_processors import adjust_
+from engine.ops.logits_processors import apply_logits_processors_
 from engine.ops.logprobs import (
     Logprobs,
     read_reports,
@@ -14,7 +14,7 @@ from engine.ops.logprobs import (
     target_logprobs,
 )
 from engine.ops.pinned_copy import copy_words_
-from engine.ops.sampling import draw_
+from engine.ops.sampling import sample_
 from engine.ops.scan import (
     linear_scan,
     mingru_scan,
@@ -27,13 +27,13 @@ from engine.ops.scan import (
 
 __all__ = [
     "Logprobs",
-    "adjust_",
+    "apply_logits_processors_",
     "conv_scan",
     "conv_step",
     "copy_words_",
     "cpu_isa",
     "cuda_archs",
-    "draw_",
+    "sample_",
     "has_cuda_kernels",
     "linear_scan",
     "mingru_scan",

@@ -33,7 +33,7 @@ from engine.ops.scan import mingru_step_reference, minlstm_step_reference
 SQUARE_ROWS = 64
 #: Logits whose best `linear_best` finds: kBestColumns of csrc/gemm/argmax_head_args.h.
 PART = 256
-#: Rows of a weight. Of larger ones fixed orders have no split-K
+#: Of a weight of more rows than this, sums in a fixed order have one part: no split-K
 #: (csrc/gemm/heuristics_deterministic.h).
 IN_ONE_PART = 6400
 
@@ -174,7 +174,7 @@ def linear_best(
     """The best of every 256 logits W x, divided by the norm, plus bias.
 
     No logits are written, [rows, vocabulary] in fp32: the best of each part is found while they are
-    in registers, and `engine.ops.sampling.draw_best_` samples greedily from these.
+    in registers, and `engine.ops.sampling.sample_best_` samples greedily from these.
 
     Args:
         x: [rows, inputs], bfloat16, contiguous; inputs a multiple of 8.

@@ -1,4 +1,4 @@
-"""adjust_: penalties, biases and bans laid on the logits that a step draws from, on the device.
+"""Logits processors: penalties, biases and bans, applied on the device before sampling.
 
 What a request asks for lies in the record of its slot, int32 words as `record` packs them, so that
 a step in a CUDA graph follows whatever sequences its rows have. A record names the addresses of
@@ -41,7 +41,7 @@ def record(
     return struct.pack("<qq3fi", counts, entries, *penalties, entry_count)
 
 
-def adjust_(
+def apply_logits_processors_(
     logits: Tensor,
     tokens: Tensor,
     slots: Tensor,
@@ -50,7 +50,7 @@ def adjust_(
     masks: Tensor | None = None,
     mask_of: Tensor | None = None,
 ) -> None:
-    """Adjusts each row whose slot is not negative and has a record.
+    """Applies the record of each row's slot to the row's logits, where there is one.
 
     The row's token, which the step has read, is counted first where it belongs to the answer, i.e.
     where positions[r] is above 0: once for each step. Tokens that the row's mask does not have
@@ -103,15 +103,7 @@ def reference(
     return x.masked_fill(banned & ~broken, -torch.inf)
 
 
-def _fake(
-    logits: Tensor,
-    tokens: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    records: Tensor,
-    masks: Tensor | None = None,
-    mask_of: Tensor | None = None,
-) -> None:
+def _fake(*_: Tensor | None) -> None:
     """Returns nothing; what it changes keeps its shape."""
 
 

@@ -59,16 +59,16 @@ def target_logprobs(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
 def report_logprobs_(
     logits: Tensor, tops: Tensor, cursor: Tensor, out: Tensor, told: Tensor, reports: Tensor
 ) -> None:
-    """Reports the tokens that `draw_` has just drawn; nothing waits for the device.
+    """Reports the tokens that `sample_` has just sampled; nothing waits for the device.
 
-    A row that has drawn since the last call has a cursor beyond `told`. Its token out[told[r], r]
+    A row that has sampled since the last call has a cursor beyond `told`. Its token out[told[r], r]
     is reported at reports[told[r], r], with its tops[r] best tokens, and told[r] rises by 1; so it
-    is called once for each draw of rows that ask for reports.
+    is called once for each step of rows that ask for reports.
 
     Args:
         logits: float32 [rows, vocab]: those whose log-softmax is wanted.
         tops: int32 [rows], at most what there is room for; negative: no report.
-        cursor: int32 [rows], as draw_ left it.
+        cursor: int32 [rows], as sample_ left it.
         out: int32 [steps, rows], likewise.
         told: int32 [rows]; **changed in place**.
         reports: int32 [steps, rows, 2 + 2 * room], room at most MOST_TOP and vocab; **changed in
@@ -95,11 +95,9 @@ def _fake(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
     return targets.new_empty(len(logits), words_of_report(top), dtype=torch.int32)
 
 
-def _fake_of_draws(
-    logits: Tensor, tops: Tensor, cursor: Tensor, out: Tensor, told: Tensor, reports: Tensor
-) -> None:
+def _fake_report(*_: Tensor) -> None:
     """Returns nothing; what it changes keeps its shape."""
 
 
 torch.library.register_fake("minserve::target_logprobs", _fake)
-torch.library.register_fake("minserve::report_logprobs_", _fake_of_draws)
+torch.library.register_fake("minserve::report_logprobs_", _fake_report)

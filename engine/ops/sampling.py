@@ -1,18 +1,19 @@
-"""draw_: one token for every row of a decode batch, and the rows moved on, all on the device.
+"""Sampling: one token for every row of a decode batch, and the rows moved on, all on the device.
 
 Temperature, top_k, top_p and min_p apply in this order. The vocabulary is not sorted: each filter
 keeps the first tokens in the order of (logit, lowest id), so one cut in that order does for all
 three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have no
-rounding and so no order, and a uniform number draws by inverting the cumulative distribution:
+rounding and so no order, and a uniform number samples by inverting the cumulative distribution:
 Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due
 to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al. (arXiv 2407.01082).
 
-Rows of 1,025 to 262,144 tokens without top_k first try tokens drawn from all, with a number each,
-until the filters keep one (rejection sampling, which leaves kept tokens their odds to each other),
-up to `TRIES` times. For these, sections of `SECTION` tokens weigh theirs beside their own best,
-which is 2**38 there; a number finds a section by what it weighs beside the row's best, and what is
-left of it the token. So a token's probability is off by up to 2**-38 of its section's best one's,
-and that one's by up to 512 times as much.
+Rows of 1,025 to 262,144 tokens without top_k use rejection sampling first: up to `TRIES` tokens are
+sampled from the unfiltered distribution, each with a number of its own, until the filters keep one.
+That leaves kept tokens their odds to each other. These candidates are found in two levels. A number
+finds a section of `SECTION` tokens by the section's weight relative to the row's best token, and
+what is left of it finds the token by its weight relative to the section's best token, which is
+2**38 there. So a token's probability is off by up to 2**-38 of its section's best one's, and that
+one's by up to 512 times as much.
 """
 
 import math
@@ -26,15 +27,15 @@ _LEAST_TEMPERATURE = 1e-30
 _LOG2_E = 1.44269504
 _WEIGHT_ONE = 2.0**38
 _UINT64 = 2**64
-#: Tokens that are drawn from all before one is drawn from those that the filters keep.
+#: Candidates of rejection sampling before one token is sampled from those that the filters keep.
 TRIES = 8
-#: Tokens that are weighed beside the best of them.
+#: Tokens whose weights are relative to the best of them.
 SECTION = 512
-#: Vocabularies of so many tokens are tried (csrc/sampling/rejection.h).
+#: Vocabularies of so many tokens use rejection sampling (csrc/sampling/rejection.h).
 TRIED = range(1025, 512 * SECTION + 1)
 
 
-def draw_(
+def sample_(
     logits: Tensor,
     tokens: Tensor,
     slots: Tensor,
@@ -49,12 +50,12 @@ def draw_(
     streams: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """Draws a token for each row whose slot is not negative.
+    """Samples a token for each row whose slot is not negative.
 
     The token goes to tokens[r] and out[cursor[r], r]; positions[r] and cursor[r] go up by one,
     remaining[r] down by one. The row ends, slots[r] = -1, when remaining[r] is 0 or the token is
-    one of its stop ids. Where the best logit is NaN or infinite nothing is drawn: -1 goes to out,
-    the cursor moves and the row ends.
+    one of its stop ids. Where the best logit is NaN or infinite nothing is sampled: -1 goes to
+    out, the cursor moves and the row ends.
 
     Nothing waits for the device, and a row's result does not depend on the others. On CUDA powers
     of two are those of torch; on the CPU they are others, within 1.1 ulp, and alike for every
@@ -64,8 +65,8 @@ def draw_(
         logits: float32 [rows, vocab]; vocab below 2**24.
         tokens: int32 [rows]; **changed in place**, as all up to `out`.
         slots: int32 [rows]; rows with a negative one are left as they are.
-        positions: int64 [rows]: how many tokens the row has drawn before.
-        remaining: int32 [rows]: how many it may still draw.
+        positions: int64 [rows]: how many tokens the row has sampled before.
+        remaining: int32 [rows]: how many it may still sample.
         cursor: int32 [rows]: the row of `out` that comes next.
         out: int32 [steps, rows].
         temperature: float32 [rows]; 0: the best token, of equal ones the lowest id.
@@ -85,7 +86,7 @@ def draw_(
     )  # fmt: skip
 
 
-def draw_best_(
+def sample_best_(
     best: Tensor,
     tokens: Tensor,
     slots: Tensor,
@@ -95,12 +96,14 @@ def draw_best_(
     out: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """What draw_ does with rows of temperature 0 whose bests are known, on CUDA alone.
+    """Greedy sampling from the best logits of parts of the rows, on CUDA alone.
+
+    It does what sample_ does with rows of temperature 0.
 
     Args:
-        best: int64 [rows, parts], as `engine.ops.gemm.linear_best` finds them.
-
-    The other arguments are draw_'s.
+        best: int64 [rows, parts], as `engine.ops.gemm.linear_best` returns them.
+        tokens, slots, positions, remaining, cursor, out, stop_ids: as of `sample_`; all but
+            stop_ids are **changed in place**.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -129,7 +132,7 @@ def reference(
             continue
         token = -1
         if logits[r].max().isfinite():
-            token = _draw_one(
+            token = _sample_one(
                 logits[r],
                 float(temperature[r]),
                 int(top_k[r]),
@@ -146,7 +149,7 @@ def reference(
             slots[r] = -1
 
 
-def _draw_one(
+def _sample_one(
     logits: Tensor,
     temperature: float,
     top_k: int,
@@ -187,7 +190,7 @@ def _draw_one(
 
 
 class _Sections:
-    """A row in sections, from which numbers draw tokens."""
+    """A row in sections, from which numbers sample tokens."""
 
     def __init__(self, logits: Tensor, octaves: float) -> None:
         missing = -len(logits) % SECTION

@@ -1,4 +1,4 @@
-"""draw_, a token for each row of logits, by filter, beside PyTorch's operators for the same.
+"""sample_, a token for each row of logits, by filter, beside PyTorch's operators for the same.
 
 The ideal bytes are the logits, read once. The rows' slots, counters and parameters are left out:
 some hundred bytes a row.
@@ -27,11 +27,11 @@ FILTERS = {
 }
 STEPS = 1 << 14  # that a row may take
 CHECKED_ROWS = 16
-TOKENS, OUT = 1, 6  # of draw_'s arguments
+TOKENS, OUT = 1, 6  # of sample_'s arguments
 
 
 def arguments(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list[Tensor]:
-    """draw_'s, of rows that all ask for the same."""
+    """sample_'s, of rows that all ask for the same."""
     rows, device = len(logits), logits.device
 
     def column(value: float, dtype: torch.dtype) -> Tensor:
@@ -92,7 +92,7 @@ def _fill(
     row.error = _share_wrong(arguments(some[0], *asked))
 
     def call(given: list[Tensor]) -> None:
-        draw.draw_(*given)
+        draw.sample_(*given)
 
     calls: list[Callable[[], object]] = [partial(call, arguments(x, *asked)) for x in some]
     row.timing = graph_seconds_per_call(calls, device, launches=max(16, len(calls)), repeat=10)
@@ -107,6 +107,6 @@ def _share_wrong(given: list[Tensor]) -> float:
         for at, tensor in enumerate(given)
     ]
     wanted = [part.clone() for part in parts]
-    draw.draw_(*given)
+    draw.sample_(*given)
     draw.reference(*wanted)
     return float((parts[TOKENS] != wanted[TOKENS]).double().mean())

@@ -24,7 +24,7 @@ from loadtest.timing import graph_seconds_per_call, rotation
 
 VOCABULARY = 32_000
 GREEDY = (0.0, 0, 1.0)
-_OF_LOGITS = slice(7, 12)  # of draw_'s arguments, those that draw_best_ does not take
+_OF_LOGITS = slice(7, 12)  # of sample_'s arguments, those that sample_best_ does not take
 
 
 def supported(device: torch.device) -> bool:
@@ -60,14 +60,14 @@ def _fill(row: Row, count: int, width: int, limits: Limits) -> None:
 
     def with_logits(weight: Tensor) -> None:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        draw.draw_(logits, *drawn[1:])
+        draw.sample_(logits, *drawn[1:])
 
     def with_argmax(weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t(), out_dtype=torch.float32).argmax(1)
 
     def of_bests(weight: Tensor) -> None:
         rest = [*drawn[1 : _OF_LOGITS.start], *drawn[_OF_LOGITS.stop :]]
-        draw.draw_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
+        draw.sample_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
 
     best = ids_of(linear_best(x, None, 0.0, weights[0], None, VOCABULARY))
     row.error = float((best != with_argmax(weights[0])).double().mean())

@@ -1,4 +1,4 @@
-"""Batches for the tests of draw_, and what is to be drawn for them."""
+"""Batches for the tests of sample_, and what is to be drawn for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARAMETERS = [
 
 @dataclass
 class Rows:
-    """The arguments of draw_ after the logits, one row per sequence."""
+    """The arguments of sample_ after the logits, one row per sequence."""
 
     tokens: Tensor
     slots: Tensor
@@ -59,12 +59,12 @@ class Rows:
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draws, and returns what went to the first row of `out`."""
-        ops.draw_(logits, *self.all())
+        ops.sample_(logits, *self.all())
         return self.out[0]
 
     def draw_best(self, best: Tensor) -> None:
         """Draws from the bests of parts of the rows."""
-        draw.draw_best_(
+        draw.sample_best_(
             best,
             self.tokens,
             self.slots,

@@ -1,4 +1,4 @@
-"""adjust_: each row by its slot's record, against float64; counts, bans, what is not finite."""
+"""apply_logits_processors_: each row by its slot's record, against float64; counts, bans, what is not finite."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_every_row_follows_the_record_of_its_slot(device: str, vocab: int) -> No
     masks, mask_of = random_masks(chance, slots, vocab)
     logits = logits_of(slots, vocab, vocab)
     given = logits.clone().to(device)
-    ops.adjust_(
+    ops.apply_logits_processors_(
         given,
         int32(*tokens).to(device),
         int32(*of_rows).to(device),
@@ -155,7 +155,7 @@ def test_a_gpu_has_the_bits_of_a_cpu(vocab: int) -> None:
         records, given = Records(asked, device), logits.clone().to(device)
         places = (tokens.to(device), slots.to(device), positions.to(device))
         for _ in range(3):
-            ops.adjust_(
+            ops.apply_logits_processors_(
                 given, *places, records.words, packed(masks).to(device), int32(*mask_of).to(device)
             )
         both.append(given.cpu())
@@ -169,7 +169,7 @@ def test_rows_without_a_record_are_left_alone(device: str) -> None:
     logits = logits_of(4, 9, 0)
     logits[0, 3] = math.nan
     given = logits.clone().to(device)
-    ops.adjust_(
+    ops.apply_logits_processors_(
         given, int32(0, 0, 0, 0).to(device), int32(-1, 0, 2, 1).to(device),
         torch.zeros(4, dtype=torch.int64, device=device), records.words,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_token_is_counted_when_it_is_read_and_not_of_the_prompt(device: str) -
     read, told = [1, 2, 2, 3], []
     for position, token in enumerate(read):
         logits = torch.ones(1, 4, device=device)
-        ops.adjust_(
+        ops.apply_logits_processors_(
             logits, int32(token).to(device), int32(0).to(device),
             torch.tensor([position], device=device), records.words,
         )  # fmt: skip
@@ -205,7 +205,7 @@ def test_finite_logits_stay_so_and_others_as_they_are(device: str) -> None:
     for masked in (False, True):
         given = torch.tensor([row], device=device)
         masks = (packed([mask]).to(device), int32(0).to(device)) if masked else ()
-        ops.adjust_(
+        ops.apply_logits_processors_(
             given, int32(0).to(device), int32(0).to(device),
             torch.zeros(1, dtype=torch.int64, device=device), records.words, *masks,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def test_extreme_penalties_rule_nothing_out(device: str) -> None:
         counts = [IN_PROMPT + 4 * IN_ANSWER, IN_ANSWER, IN_PROMPT]
         records = Records([Asked(penalties, counts, [(0, -most, ALWAYS)])], device)
         given = torch.tensor([[5.0, -5.0, 3e38]], device=device)
-        ops.adjust_(
+        ops.apply_logits_processors_(
             given, int32(0).to(device), int32(0).to(device),
             torch.zeros(1, dtype=torch.int64, device=device), records.words,
         )  # fmt: skip
@@ -234,7 +234,7 @@ def test_no_penalty_makes_nan_of_an_impossible_token(device: str) -> None:
     """One of 1e-300 is 0 as float32."""
     records = Records([Asked((0.0, 0.0, 0.0), [IN_PROMPT] * 3)], device)
     given = torch.tensor([[1.0, -1.0, 2.0]], device=device)
-    ops.adjust_(
+    ops.apply_logits_processors_(
         given, int32(0).to(device), int32(0).to(device),
         torch.zeros(1, dtype=torch.int64, device=device), records.words,
         packed([torch.tensor([False, True, True])]).to(device), int32(0).to(device),
@@ -248,10 +248,10 @@ def test_in_a_graph_rows_follow_the_records_as_they_are_then() -> None:
     logits, slots = torch.zeros(2, 40, device="cuda"), int32(0, 1).to("cuda")
     positions = torch.zeros(2, dtype=torch.int64, device="cuda")
     places = int32(0, 0).to("cuda"), slots, positions
-    ops.adjust_(logits, *places, records.words)
+    ops.apply_logits_processors_(logits, *places, records.words)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.adjust_(logits, *places, records.words)
+        ops.apply_logits_processors_(logits, *places, records.words)
     logits.zero_()
     slots.copy_(int32(1, 0))
     positions.fill_(1)
@@ -300,4 +300,6 @@ def test_bad_arguments_are_refused(
     ]  # fmt: skip
     arguments[index] = value
     with pytest.raises(RuntimeError, match=message):
-        ops.adjust_(*(None if one is None else one.to(device) for one in arguments))
+        ops.apply_logits_processors_(
+            *(None if one is None else one.to(device) for one in arguments)
+        )

@@ -1,4 +1,4 @@
-"""draw_ gives the tokens of engine.runner.sampling.sampler, whatever logits and parameters, and
+"""sample_ gives the tokens of engine.runner.sampling.sampler, whatever logits and parameters, and
 moves rows on."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""draw_ with torch: opcheck, compile, graphs, layouts, refusals; the same bits on every CPU."""
+"""sample_ with torch: opcheck, compile, graphs, layouts, refusals; the same bits on every CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_compiled_equals_eager(device: str) -> None:
     torch.compiler.reset()
 
     def function(logits: Tensor, *tensors: Tensor) -> Tensor:
-        ops.draw_(logits, *tensors)
+        ops.sample_(logits, *tensors)
         return tensors[0] * 2
 
     given, wanted = rows_of(PARAMETERS, device), rows_of(PARAMETERS, device)

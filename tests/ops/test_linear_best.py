@@ -1,4 +1,4 @@
-"""linear_best finds the best of every part of the logits, and draw_best_ the best of these."""
+"""linear_best finds the best of every part of the logits, and sample_best_ the best of these."""
 
 from __future__ import annotations
 

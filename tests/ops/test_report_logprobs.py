@@ -1,4 +1,4 @@
-"""report_logprobs_: what draw_ has drawn is reported once, where a row asks for it."""
+"""report_logprobs_: what sample_ has drawn is reported once, where a row asks for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reporting:
         self.reports = torch.full(shape, UNTOUCHED, dtype=torch.int32, device=device)
 
     def draw(self, row: int, token: int) -> None:
-        """As draw_ writes it down."""
+        """As sample_ writes it down."""
         self.out[int(self.cursor[row]), row] = token
         self.cursor[row] += 1
 

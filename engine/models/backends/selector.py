@@ -56,7 +56,7 @@ class ModelBackend(Protocol):
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
         """What takes `step`'s arguments and gives, instead of the logits of so many rows, what
-        `draw_best_` draws from, int64 [rows, parts]; None where all logits are computed anyway."""
+        `sample_best_` reads, int64 [rows, parts]; None where all logits are computed anyway."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, d_model] -> fp32 [n, vocab]."""

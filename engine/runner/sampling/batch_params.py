@@ -111,7 +111,7 @@ def _row_of(ids: Iterable[int]) -> NDArray[np.int32]:
 
 
 def drawn_temperature(params: SamplingParams) -> float:
-    """As `ops.draw_` takes it: 0 where the best token is drawn; else what float32 cannot hold
+    """As `ops.sample_` takes it: 0 where the best token is drawn; else what float32 cannot hold
     becomes its nearest positive value."""
     if is_greedy(params):
         return 0.0

@@ -1,4 +1,4 @@
-"""SamplingRows: what `ops.draw_` needs of the rows that it draws for, packed in one piece of
+"""SamplingRows: what `ops.sample_` needs of the rows that it draws for, packed in one piece of
 memory.
 
 A piece is filled on the host (engine/runner/sampling/batch_params.py) and uploaded at once.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import ops
-from engine.ops.sampling import draw_best_
+from engine.ops.sampling import sample_best_
 from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.step_plan import MOST_STEPS
 
@@ -42,7 +42,7 @@ _WORDS = _words()
 
 
 class SamplingRows(NamedTuple):
-    """Of `size` rows; what they mean is said at `ops.draw_` and `ops.report_logprobs_`."""
+    """Of `size` rows; what they mean is said at `ops.sample_` and `ops.report_logprobs_`."""
 
     positions: Tensor  # [size] int64
     streams: Tensor  # [size] int64
@@ -106,15 +106,15 @@ def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
 
 
 def sample_rows(logits: Tensor, at: SamplingRows) -> None:
-    """`ops.draw_` from logits fp32 [rows, vocab]."""
-    ops.draw_(
+    """`ops.sample_` from logits fp32 [rows, vocab]."""
+    ops.sample_(
         logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
         at.temperature, at.top_k, at.top_p, at.min_p, at.streams, at.stop_ids,
     )  # fmt: skip
 
 
 def draw_bests(best: Tensor, at: SamplingRows) -> None:
-    """`draw_best_`, with bests int64 [rows, parts]."""
-    draw_best_(
+    """`sample_best_`, with bests int64 [rows, parts]."""
+    sample_best_(
         best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids
     )

@@ -1,9 +1,9 @@
 """LogitsProcessors: what requests penalise, favour and rule out among tokens, by slot, on the
 device.
 
-`ops.adjust_` lays it on the logits of a step. It finds a sequence's record by its slot, so a step
-needs to know nothing of who is in it; who asked for nothing has an empty one. Rows of counts are
-made as requests with penalties come, and never moved.
+`ops.apply_logits_processors_` applies it to the logits of a step. It finds a sequence's record by
+its slot, so a step needs to know nothing of who is in it; who asked for nothing has an empty one.
+Rows of counts are made as requests with penalties come, and never moved.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ class LogitsProcessors:
         masks: Tensor | None = None,
         mask_of: Tensor | None = None,
     ) -> None:
-        """`ops.adjust_`, once for each token that is read."""
-        ops.adjust_(logits, tokens, slots, positions, self._records, masks, mask_of)
+        """Applies the records, once for each token that is read."""
+        ops.apply_logits_processors_(
+            logits, tokens, slots, positions, self._records, masks, mask_of
+        )
 
     def _ask(self, params: SamplingParams, prompt: bytes) -> _Asked:
         entries: list[Entry] = [

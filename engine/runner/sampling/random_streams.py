@@ -2,7 +2,7 @@
 
 Logits are fp32 [rows, vocab]; nothing here waits for the device. A row's result depends on that row
 alone, bit for bit: every step is element by element, or a sum in an order of its own
-(`ops.target_logprobs`). The draw itself is an operator's (`ops.draw_`).
+(`ops.target_logprobs`). The draw itself is an operator's (`ops.sample_`).
 """
 
 from __future__ import annotations

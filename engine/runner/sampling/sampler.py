@@ -50,7 +50,7 @@ class SampleStep(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """What grammars allow in one step, on the device, as `ops.adjust_` takes it."""
+    """What grammars allow in one step: `ops.apply_logits_processors_` takes it, on the device."""
 
     masks: Tensor  # [masked, words] int32
     mask_of: Tensor  # [rows] int32

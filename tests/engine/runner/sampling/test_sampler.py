@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import draw_
+from engine.ops import sample_
 from engine.protocol.messages import SamplingParams
 from engine.runner.sampling.random_streams import stream_ids
 from tests.engine.sampling import Sampling
@@ -334,7 +334,7 @@ def test_a_token_is_the_one_that_a_batch_on_the_device_would_draw(device: str) -
         return torch.full((count,), value, dtype=dtype, device=device)
 
     tokens = column(0, torch.int32)
-    draw_(
+    sample_(
         logits, tokens, column(0, torch.int32), column(0, torch.int64), column(9, torch.int32),
         column(0, torch.int32), torch.empty(1, count, dtype=torch.int32, device=device),
         column(1, torch.float32), column(0, torch.int32), column(1, torch.float64),
