@@ -1,5 +1,6 @@
 // Every schema of the library, with one line each, and the functions behind them.
 // One function serves CPU and CUDA: it looks at its arguments' device (core/tensor_checks.cpp).
+#include "core/cpu_isa.h"
 #include "core/operators.h"
 
 #ifndef MINSERVE_CUDA_ARCHS

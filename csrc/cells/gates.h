@@ -26,9 +26,9 @@ struct AnyOptions {
   bool normalize;
 };
 
-// Calls f with the options of a call; kAny: of a cell that has some.
-template <bool kAny, class F>
-inline void with_options(const ScanArgs& args, F f) {
+// Calls f with the options that the arguments of a call say; kAny: of a cell that has some.
+template <bool kAny, class Args, class F>
+inline void with_options(const Args& args, F f) {
   if constexpr (kAny) {
     if (args.linear_candidate || !args.normalize_gates) {
       return f(AnyOptions{args.linear_candidate, args.normalize_gates});
@@ -125,6 +125,13 @@ MS_CELL LstmGates<V> lstm_gates(const O& options, V f, V i, V v) {
           options.linear ? splat<V>(1.0f) : g.slope(v, inverse),
           reciprocal(exp_below(f, 120.0f) + 1.0f),
           reciprocal(exp_below(i, 120.0f) + 1.0f)};
+}
+
+// The state after one step of a cell, from its pre-activations and the state before.
+template <template <class> class CellOf, class O, class V>
+MS_CELL V stepped(const O& options, const V (&in)[CellOf<V>::kInputs], V before) {
+  const Affine<V> step = CellOf<V>::affine(options, in);
+  return fmadd(step.a, before, step.b);
 }
 
 }  // namespace MS_ISA

@@ -1,7 +1,7 @@
 // h_t = a_t h_{t-1} + b_t with a and b given, and its gradient.
 #pragma once
 
-#include "../scan/gates.h"
+#include "gates.h"
 
 namespace minserve {
 namespace MS_ISA {

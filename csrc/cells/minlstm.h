@@ -2,7 +2,7 @@
 // its gradient. Source: "Were RNNs All We Needed?", arXiv 2410.01201.
 #pragma once
 
-#include "../scan/gates.h"
+#include "gates.h"
 
 namespace minserve {
 namespace MS_ISA {

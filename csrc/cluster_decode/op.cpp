@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "../core/operators.h"
-#include "../arch/require_sm90.h"
+#include "../core/require_sm90.h"
 #include "../core/raw_pointers.h"
 #include "launch.h"
 

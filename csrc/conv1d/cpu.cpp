@@ -1,10 +1,7 @@
 // Causal depthwise convolution on the CPU: token rows side by side, then the carried inputs.
-//
-// Phases: carry      turns the weights to [taps, channels] floats and appends the bias; one item
-//         output     item = token row
-//         aggregate  item = sequence: its last taps - 1 inputs -> state
-#include "../core/entry_points.h"
+// Compiled once per instruction set; see core/vec.h.
 #include "../core/vec.h"
+#include "args.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -17,7 +14,7 @@ float as_float(const T* p) {
 }
 
 template <class T>
-void turn_weights(const ConvArgs& args) {
+void transpose_weights(const ConvArgs& args) {
   const T* weight = static_cast<const T*>(args.weight);
   const T* bias = static_cast<const T*>(args.bias);
   const std::int64_t channels = args.layout.channels;
@@ -111,10 +108,10 @@ void keep_inputs(const ConvArgs& args, std::int64_t first, std::int64_t last) {
 }
 
 template <class T>
-void run_conv(const ConvArgs& args, Phase phase, std::int64_t begin, std::int64_t end) {
-  if (phase == Phase::carry) turn_weights<T>(args);
-  if (phase == Phase::output) output_rows<T>(args, begin, end);
-  if (phase == Phase::aggregate) keep_inputs<T>(args, begin, end);
+void run_conv(const ConvArgs& args, ConvPhase phase, std::int64_t begin, std::int64_t end) {
+  if (phase == ConvPhase::weights) transpose_weights<T>(args);
+  if (phase == ConvPhase::outputs) output_rows<T>(args, begin, end);
+  if (phase == ConvPhase::states) keep_inputs<T>(args, begin, end);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Causal depthwise convolution on CUDA: several channels per thread for the usual numbers of taps
 // and aligned tensors, one otherwise. The sums are formed alike, so the bits are the same.
-#include "../core/entry_points.h"
 #include "generic.cuh"
 #include "scan.cuh"
 #include "step.cuh"

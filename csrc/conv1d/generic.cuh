@@ -3,6 +3,7 @@
 
 #include "../core/launch.cuh"
 #include "../core/vec.h"
+#include "args.h"
 
 namespace minserve {
 namespace cuda {

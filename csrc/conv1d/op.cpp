@@ -1,9 +1,36 @@
-// conv_scan and conv_step: checks, outputs, arguments.
+// conv_scan and conv_step: checks, outputs, arguments, the choice of the device's kernel.
+#include <algorithm>
+
 #include "../core/operators.h"
+#include "args.h"
 
 namespace minserve {
 
 namespace {
+
+// `like`: a tensor of the operator's dtype, on its device.
+void run_conv(ConvArgs args, Dtype dtype, const Tensor& like) {
+  const Layout& lay = args.layout;
+  if (lay.channels == 0 || lay.sequences + lay.tokens == 0) return;
+  if (like.is_cpu()) {
+    const ConvFn kernel = MS_BY_ISA(conv_kernel)(dtype);
+    Tensor rows = torch::stable::new_empty(like, {args.taps + 1, lay.channels}, ScalarType::Float);
+    args.weight_rows = static_cast<float*>(rows.mutable_data_ptr());
+    kernel(args, ConvPhase::weights, 0, 1);
+    const std::int64_t grain = std::max<std::int64_t>(1, kGrainElements / lay.channels);
+    for (const ConvPhase phase : {ConvPhase::outputs, ConvPhase::states}) {
+      torch::stable::parallel_for(
+          0, phase == ConvPhase::outputs ? lay.tokens : lay.sequences, grain,
+          [&](std::int64_t begin, std::int64_t end) { kernel(args, phase, begin, end); });
+    }
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  cuda::conv(args, dtype, like.get_device_index(), current_stream(like));
+#else
+  no_cuda();
+#endif
+}
 
 Tensor convolve(const Check& check, const Tensor& x, const Tensor& weight_given,
                 const MaybeTensor& bias_given, const Tensor* cu, const Tensor& state,

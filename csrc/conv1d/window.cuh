@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/vector_access.cuh"
+#include "args.h"
 
 namespace minserve {
 namespace cuda {

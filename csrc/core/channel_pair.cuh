@@ -2,7 +2,6 @@
 #pragma once
 
 #include "vector_access.cuh"
-#include "../scan/gates.h"
 
 namespace minserve {
 namespace cuda {
@@ -55,15 +54,6 @@ class Convolution {
   float* row_;
   std::int64_t stride_;
 };
-
-// The recurrence's step of one channel, from the products of its gates, rounded as pre-activations
-// in memory are.
-template <template <class> class CellOf, class Options>
-__device__ __forceinline__ float stepped(const Options& options,
-                                         const float (&in)[CellOf<float>::kInputs], float before) {
-  const Affine<float> step = CellOf<float>::affine(options, in);
-  return fmadd(step.a, before, step.b);
-}
 
 }  // namespace whole
 }  // namespace cuda

@@ -5,7 +5,7 @@
 
 #include <stdexcept>
 
-#include "../core/launch.cuh"
+#include "launch.cuh"
 
 namespace minserve {
 namespace cuda {

@@ -1,7 +1,7 @@
 // The C++ functions behind the schemas of bindings.cpp.
 #pragma once
 
-#include "../scan/launch.h"
+#include "cuda_stream.h"
 
 namespace minserve {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <tuple>
 
-#include "entry_points.h"
+#include "types.h"
 
 namespace minserve {
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "encode_tma_descriptor.cuh"
-#include "wgmma.cuh"
+#include "../arch/wgmma.cuh"
 
 namespace minserve {
 namespace cuda {

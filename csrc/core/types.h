@@ -1,4 +1,4 @@
-// Storage types and the arguments of a scan, shared by host and device code. No torch in here.
+// Storage types, and where sequences lie in token rows; for host and device code. No torch in here.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,12 @@ enum class Dtype { f32, f64, bf16, f16 };
 // or chunk-multiple splits.
 constexpr std::int64_t kScanChunk = 128;
 
-// Work on the CPU is handed out in runs of channels: multiples of a cache line of two-byte floats,
-// and no wider than what a thread keeps of each channel has room for in its caches.
-constexpr std::int64_t kNarrowestItem = 32;
-constexpr std::int64_t kWidestItem = 2048;
+MS_HD std::int64_t divided_up(std::int64_t x, std::int64_t by) {
+  return (x + by - 1) / by;
+}
+
+// Elements under which another CPU thread costs more than it brings.
+constexpr std::int64_t kGrainElements = 8192;
 
 // Where sequences lie in the token rows: packed (cu_seqlens) or uniform (time rows each).
 struct Layout {
@@ -84,69 +86,5 @@ struct Stream {
   void* data = nullptr;
   std::int64_t stride = 0;
 };
-
-constexpr int kMaxInputs = 5;
-constexpr int kMaxOutputs = 3;
-
-// One struct for all scans. What the streams mean is the cell's business (<operator>/cell.h); all
-// have the operator's dtype.
-struct ScanArgs {
-  Layout layout;
-  Stream inputs[kMaxInputs];
-  Stream outputs[kMaxOutputs];
-  // State before the first element, for backward cells that read the previous state: rows
-  // [sequences, channels], accumulation type; null: zero.
-  const void* h0 = nullptr;
-  // Carry into the first chunk (null: zero) and out of the last (null: not wanted), by slot.
-  const void* initial = nullptr;
-  std::int64_t initial_stride = 0;
-  void* last = nullptr;
-  std::int64_t last_stride = 0;
-  bool linear_candidate = false;
-  bool normalize_gates = true;
-  // Whether all streams, and the rows of initial and last, allow 16-byte accesses; set by
-  // launchers.
-  bool aligned = false;
-  bool aligned_state = false;
-  // On CUDA: sequences of at most so many positions, not over kScanChunk, are left to short_sequences.cuh,
-  // and only longer ones to the tiles; -1: all are theirs.
-  std::int64_t short_length = -1;
-  MS_HD bool is_short(std::int64_t s) const {
-    return layout.end(s) - layout.begin(s) <= short_length;
-  }
-  // Workspace: on the CPU rows of the accumulation type (scan_cpu.h), on CUDA the words described
-  // in scan.cuh.
-  void* workspace = nullptr;
-};
-
-enum class Phase { serial, aggregate, carry, output };
-
-// How a scan is handed out on the CPU.
-struct Share {
-  std::int64_t width = 0;    // channels of an item, a multiple of kNarrowestItem
-  bool past_caches = false;  // what is written has left the caches by the time anyone reads it
-  // Where time is cut: the chunks of this wave, of at most wave_chunks, and the channels of a row
-  // of the workspace, a multiple of kNarrowestItem.
-  std::int64_t first_chunk = 0, last_chunk = 0, wave_chunks = 0, row_channels = 0;
-};
-
-// Does items [begin, end) of a phase on the CPU; how items are numbered is told in scan_cpu.h.
-using ScanFn = void (*)(const ScanArgs&, const Share&, Phase, std::int64_t begin, std::int64_t end);
-
-struct ConvArgs {
-  Layout layout;
-  std::int64_t taps = 0;
-  const void* x = nullptr;       // [tokens, channels]
-  const void* weight = nullptr;  // [channels, taps]
-  const void* bias = nullptr;    // [channels] or null
-  float* state = nullptr;        // [num_slots, taps - 1, channels]
-  std::int64_t slot_stride = 0;
-  std::int64_t tap_stride = 0;
-  void* out = nullptr;
-  float* weight_rows =
-      nullptr;  // CPU workspace: [taps + 1, channels], weights turned, then the bias
-};
-
-using ConvFn = void (*)(const ConvArgs&, Phase, std::int64_t begin, std::int64_t end);
 
 }  // namespace minserve

@@ -246,10 +246,7 @@ class Model {
 
   template <class Cell>
   void recur(std::int64_t l, const char* fed) const {
-    ScanArgs choice;
-    choice.linear_candidate = plan_.linear_candidate;
-    choice.normalize_gates = plan_.normalize_gates;
-    with_options<true>(choice, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
+    with_options<true>(plan_, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
   }
   template <class Cell, class O>
   void recur_with(const O& options, std::int64_t l, const char* fed) const {

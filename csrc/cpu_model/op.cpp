@@ -9,6 +9,7 @@
 #include <thread>
 #endif
 
+#include "../core/cpu_isa.h"
 #include "../core/operators.h"
 #include "plan_check.h"
 

@@ -4,7 +4,7 @@
 
 #include "../core/reduce/block_reduce.cuh"
 #include "../core/vector_access.cuh"
-#include "../scan/gates.h"
+#include "../cells/gates.h"
 #include "../core/gelu.cuh"
 #include "args.h"
 

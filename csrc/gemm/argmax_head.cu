@@ -5,7 +5,7 @@
 
 #include "../core/launch.cuh"
 #include "launch.h"
-#include "../arch/tma_descriptor.cuh"
+#include "../core/tma_descriptor.cuh"
 
 namespace minserve {
 namespace cuda {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "../core/vector_access.cuh"
-#include "../scan/gates.h"
+#include "../cells/gates.h"
 #include "../core/gelu.cuh"
 #include "../cells/minlstm.h"
 #include "../cells/mingru.h"

@@ -10,9 +10,6 @@ namespace minserve {
 #ifdef MINSERVE_CUDA
 namespace cuda {
 
-// Whether the device runs them: Hopper only.
-bool linear_supported(int device);
-
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
 void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
             void* stream);

@@ -1,10 +1,9 @@
 // Linear maps with their neighbours folded in: checks, outputs, arguments. CUDA only.
 #include <cstdint>
 
-#include "../scan/cpu_partition.h"
 #include "../core/operators.h"
 #include "launch.h"
-#include "../arch/require_sm90.h"
+#include "../core/require_sm90.h"
 
 namespace minserve {
 

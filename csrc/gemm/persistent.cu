@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "launch.h"
-#include "../arch/tma_descriptor.cuh"
+#include "../core/tma_descriptor.cuh"
 #include "heuristics_persistent.h"
 
 namespace minserve {

@@ -5,7 +5,7 @@
 #include "heuristics_deterministic.h"
 #include "small_batch_kernel.cuh"
 #include "launch.h"
-#include "../arch/tma_descriptor.cuh"
+#include "../core/tma_descriptor.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -67,12 +67,6 @@ void launch_linear(LinearArgs args, const void* weight, const void* input, int d
 }
 
 }  // namespace
-
-bool linear_supported(int device) {
-  int major = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "capability");
-  return major == 9;
-}
 
 void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
             void* stream) {

@@ -1,6 +1,6 @@
 // The launch of a whole step: as many blocks as multiprocessors, all at once or not at all.
 #include "../core/launch.cuh"
-#include "../arch/encode_tma_descriptor.cuh"
+#include "../core/encode_tma_descriptor.cuh"
 #include "kernel.cuh"
 #include "launch.h"
 

@@ -3,10 +3,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../scan/cpu_partition.h"
 #include "../core/operators.h"
 #include "../gemm/heuristics_deterministic.h"
-#include "../arch/require_sm90.h"
+#include "../core/require_sm90.h"
 #include "launch.h"
 #include "../core/raw_pointers.h"
 

@@ -1,7 +1,6 @@
 // Launching copy_words_.
 #include <algorithm>
 
-#include "../core/entry_points.h"
 #include "../core/launch.cuh"
 #include "kernel.cuh"
 

@@ -1,5 +1,7 @@
-// copy_words_: checks and arguments.
+// copy_words_: checks, arguments, the choice of the device's kernel.
 #include "pinned_copy.h"
+
+#include <algorithm>
 
 #include "../core/operators.h"
 
@@ -31,7 +33,17 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
   args.zeros = zeros * words;
   args.to_on_host = to.is_cpu();
   args.source_on_host = source.is_cpu();
-  run_copy_words(args, on_device);
+  if (args.count == 0) return;
+  if (on_device.is_cpu()) {
+    std::copy(args.source, args.source + args.count, args.to);
+    std::fill_n(args.source + args.first_zero, args.zeros, 0);
+    return;
+  }
+#ifdef MINSERVE_CUDA
+  cuda::copy_words(args, on_device.get_device_index(), current_stream(on_device));
+#else
+  no_cuda();
+#endif
 }
 
 }  // namespace minserve

@@ -13,4 +13,11 @@ struct CopyArgs {
   bool to_on_host = false, source_on_host = false;
 };
 
+#ifdef MINSERVE_CUDA
+namespace cuda {
+// Enqueues on the stream. Throws if the device does not see the host's memory.
+void copy_words(CopyArgs args, int device, void* stream);
+}  // namespace cuda
+#endif
+
 }  // namespace minserve

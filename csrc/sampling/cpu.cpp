@@ -1,7 +1,6 @@
 // The loops over a row's logits on the CPU, once per instruction set.
 //
 // Every instruction set gives the same bits.
-#include "../core/entry_points.h"
 #include "sample.h"
 #include "../core/exp_cpu.h"
 #include "filters_cpu.h"
@@ -61,7 +60,7 @@ float weigh(const float* __restrict logits, std::int64_t vocab, float best, floa
 
 }  // namespace
 
-DrawKernels draw_kernels(Dtype) {
+DrawKernels draw_kernels() {
   return {&best_logit, &first_place, &odds, &weigh, &before, &bin, &holds, &keep};
 }
 

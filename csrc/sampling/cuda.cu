@@ -1,5 +1,4 @@
 // Launching draws: how many threads take a row, and where they keep it.
-#include "../core/entry_points.h"
 #include "../core/launch.cuh"
 #include "argmax.cuh"
 #include "kernel.cuh"

@@ -1,6 +1,7 @@
-// draw_: checks and arguments.
+// draw_ and draw_best_: checks, arguments, the choice of the device's kernel.
 #include "../core/operators.h"
-#include "sample.h"
+#include "parallel_rows.h"
+#include "row_cpu.h"
 
 namespace minserve {
 
@@ -33,6 +34,24 @@ void place(const Check& check, DrawArgs& args, const Tensor& tokens, const Tenso
   args.out = static_cast<std::int32_t*>(out.mutable_data_ptr());
   args.out_stride = out.stride(0);
   args.steps = out.size(0);
+}
+
+void run_draw(const DrawArgs& args, const Tensor& logits) {
+  if (args.rows == 0) return;
+  if (logits.is_cpu()) {
+    const DrawKernels kernels = MS_BY_ISA(draw_kernels)();
+    return by_rows(args, [&](const DrawArgs&, std::int64_t begin, std::int64_t end) {
+      RowDraw row(args, kernels);
+      for (std::int64_t r = begin; r < end; ++r) {
+        if (args.draws(r)) move_on(args, r, row.token(r));
+      }
+    });
+  }
+#ifdef MINSERVE_CUDA
+  cuda::draw(args, logits.get_device_index(), current_stream(logits));
+#else
+  no_cuda();
+#endif
 }
 
 }  // namespace

@@ -7,10 +7,11 @@
 // those that rank at or before a cut. A token's weight depends on its distance alone and is an
 // integer, so sums of weights are exact in any order. Tokens of weight 0 are not drawn, hence where
 // they rank does not matter: distances past kFarthest are as good as infinite. Rows without top_k
-// try draws from all tokens first (rejection.h), where a token may weigh something in its section that
-// weighs nothing in the row; a top_p below 1 does not keep it.
+// try draws from all tokens first (rejection.h), where a token may weigh something in its section
+// that weighs nothing in the row; a top_p below 1 does not keep it.
 #pragma once
 
+#include "../core/cpu_isa.h"
 #include "../core/types.h"
 
 namespace minserve {
@@ -188,5 +189,15 @@ struct DrawKernels {
   void (*keep)(const float* distances, std::int64_t vocab, Cut cut, std::int64_t* weights,
                std::int64_t* sums);
 };
+
+MS_DECLARE_PER_ISA(DrawKernels draw_kernels();)
+
+#ifdef MINSERVE_CUDA
+// Both enqueue on the stream.
+namespace cuda {
+void draw(const DrawArgs& args, int device, void* stream);
+void draw_best(const DrawArgs& args, int device, void* stream);
+}  // namespace cuda
+#endif
 
 }  // namespace minserve

@@ -8,13 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "../core/types.h"
+#include "args.h"
 
 namespace minserve {
-
-inline std::int64_t divided_up(std::int64_t x, std::int64_t by) {
-  return (x + by - 1) / by;
-}
 
 // Runs of channels that are one for each thread, or a multiple of that; no wider than allowed.
 inline std::int64_t item_width(std::int64_t channels, std::int64_t parts) {

@@ -1,5 +1,4 @@
 // The cells of linear_scan on the CPU. Compiled once per instruction set; see core/vec.h.
-#include "../core/entry_points.h"
 #include "scan_cpu.h"
 #include "transposed_cpu.h"
 #include "../cells/linear_scan.h"

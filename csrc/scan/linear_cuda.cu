@@ -1,5 +1,4 @@
 // The cells of linear_scan on CUDA: scans and steps.
-#include "../core/entry_points.h"
 #include "scan_launch.cuh"
 #include "../cells/linear_scan.h"
 

@@ -1,5 +1,4 @@
 // The cells of mingru on CUDA: scans and steps.
-#include "../core/entry_points.h"
 #include "scan_launch.cuh"
 #include "../cells/mingru.h"
 

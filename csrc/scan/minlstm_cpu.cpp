@@ -1,5 +1,4 @@
 // The cells of minlstm on the CPU. Compiled once per instruction set; see core/vec.h.
-#include "../core/entry_points.h"
 #include "scan_cpu.h"
 #include "../cells/minlstm.h"
 

@@ -1,5 +1,4 @@
 // The cells of minlstm on CUDA: scans and steps.
-#include "../core/entry_points.h"
 #include "scan_launch.cuh"
 #include "../cells/minlstm.h"
 

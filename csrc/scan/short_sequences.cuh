@@ -8,7 +8,7 @@
 #pragma once
 
 #include "../core/vector_access.cuh"
-#include "gates.h"
+#include "../cells/gates.h"
 #include "tiles.cuh"
 #include "lookback.cuh"
 

@@ -5,8 +5,9 @@
 #pragma once
 
 #include "../core/vector_access.cuh"
-#include "gates.h"
+#include "../cells/gates.h"
 #include "../core/row_launch.cuh"
+#include "args.h"
 
 namespace minserve {
 namespace cuda {

@@ -5,7 +5,8 @@
 // output from the carry, the carry handed on from the chunk's aggregate.
 #pragma once
 
-#include "gates.h"
+#include "../cells/gates.h"
+#include "args.h"
 
 namespace minserve {
 namespace MS_ISA {

@@ -6,7 +6,8 @@
 // tiles, and none at all where rows lie a power of two apart.
 #pragma once
 
-#include "gates.h"
+#include "../cells/gates.h"
+#include "args.h"
 #include "line_cpu.h"
 
 namespace minserve {

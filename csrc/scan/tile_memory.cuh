@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "../core/vec16.cuh"
-#include "gates.h"
+#include "../cells/gates.h"
 #include "tiles.cuh"
 
 namespace minserve {

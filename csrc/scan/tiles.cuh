@@ -7,7 +7,7 @@
 // whose carry a tile needs.
 #pragma once
 
-#include "../core/types.h"
+#include "args.h"
 
 namespace minserve {
 namespace cuda {

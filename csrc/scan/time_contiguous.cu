@@ -1,6 +1,5 @@
 // linear_scan on CUDA where time is contiguous: launches.
 #include "../core/vector_access.cuh"
-#include "../core/entry_points.h"
 #include "../core/launch.cuh"
 #include "../cells/linear_scan.h"
 #include "time_contiguous.cuh"

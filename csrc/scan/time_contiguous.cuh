@@ -11,7 +11,7 @@
 #pragma once
 
 #include "../core/vec16.cuh"
-#include "gates.h"
+#include "../cells/gates.h"
 #include "time_contiguous_tiles.cuh"
 
 namespace minserve {

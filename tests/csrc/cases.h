@@ -6,7 +6,7 @@
 #include <map>
 
 #include "core/vec16.cuh"
-#include "scan/gates.h"
+#include "cells/gates.h"
 #include "core/types.h"
 
 namespace minserve {

@@ -1,20 +1,12 @@
 // Adjusting rows of logits on the CPU, once per instruction set; all give the same bits.
-#include "../../core/entry_points.h"
 #include "../../core/vec.h"
 #include "logits_processor.h"
 
 namespace minserve {
 namespace MS_ISA {
-namespace {
 
 void adjust_rows(const AdjustArgs& args, std::int64_t begin, std::int64_t end) {
   for (std::int64_t r = begin; r < end; ++r) adjust_piece(args, r, 0, args.vocab, 0, 1, [] {});
-}
-
-}  // namespace
-
-AdjustFn adjust_kernel(Dtype) {
-  return &adjust_rows;
 }
 
 }  // namespace MS_ISA

@@ -1,5 +1,4 @@
 // Launching adjust_: one block for each piece of each row.
-#include "../../core/entry_points.h"
 #include "../../core/launch.cuh"
 #include "kernel.cuh"
 

@@ -6,6 +6,7 @@
 // answer, and one more where it is in the prompt.
 #pragma once
 
+#include "../../core/cpu_isa.h"
 #include "../../core/types.h"
 
 namespace minserve {
@@ -152,5 +153,15 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
   meet();
   each(true, [](float& logit, float) { logit = banned(logit); });
 }
+
+// Does rows [begin, end) on the CPU.
+MS_DECLARE_PER_ISA(void adjust_rows(const AdjustArgs& args, std::int64_t begin, std::int64_t end);)
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+// Enqueues on the stream.
+void adjust(const AdjustArgs& args, int device, void* stream);
+}  // namespace cuda
+#endif
 
 }  // namespace minserve

@@ -1,5 +1,6 @@
-// adjust_: checks and arguments.
+// adjust_: checks, arguments, the choice of the device's kernel.
 #include "../../core/operators.h"
+#include "../parallel_rows.h"
 #include "logits_processor.h"
 
 namespace minserve {
@@ -52,7 +53,13 @@ void adjust_(const Tensor& logits, const Tensor& tokens_given, const Tensor& slo
     args.masked = masks.size(0);
     args.mask_words = masks.size(1);
   }
-  run_adjust(args, logits);
+  if (rows == 0) return;
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(adjust_rows));
+#ifdef MINSERVE_CUDA
+  cuda::adjust(args, logits.get_device_index(), current_stream(logits));
+#else
+  no_cuda();
+#endif
 }
 
 }  // namespace minserve

@@ -1,6 +1,5 @@
 // Log-probabilities of given tokens on the CPU: a row is read from memory once, from cache again.
 #include "../../core/exp_cpu.h"
-#include "../../core/entry_points.h"
 #include "logprobs.h"
 
 namespace minserve {
@@ -88,6 +87,8 @@ void report(const TargetArgs& args, std::int64_t r, const Asked& asked) {
   }
 }
 
+}  // namespace
+
 void target_rows(const TargetArgs& args, std::int64_t begin, std::int64_t end) {
   for (std::int64_t r = begin; r < end; ++r) {
     const Asked asked(args, r);
@@ -95,12 +96,6 @@ void target_rows(const TargetArgs& args, std::int64_t begin, std::int64_t end) {
     report(args, r, asked);
     if (args.told) ++args.told[r];
   }
-}
-
-}  // namespace
-
-TargetFn target_kernel(Dtype) {
-  return &target_rows;
 }
 
 }  // namespace MS_ISA

@@ -1,5 +1,4 @@
 // Launching target_logprobs and report_logprobs_: one block for each row.
-#include "../../core/entry_points.h"
 #include "../../core/launch.cuh"
 #include "kernel.cuh"
 

@@ -5,6 +5,7 @@
 // its log-probability. Of equal logits the lowest id is better.
 #pragma once
 
+#include "../../core/cpu_isa.h"
 #include "../../core/types.h"
 
 namespace minserve {
@@ -54,5 +55,15 @@ struct Asked {
     top = wanted < args.top ? wanted : args.top;
   }
 };
+
+// Does rows [begin, end) on the CPU.
+MS_DECLARE_PER_ISA(void target_rows(const TargetArgs& args, std::int64_t begin, std::int64_t end);)
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+// Enqueues on the stream.
+void target_logprobs(const TargetArgs& args, int device, void* stream);
+}  // namespace cuda
+#endif
 
 }  // namespace minserve

@@ -1,5 +1,7 @@
-// target_logprobs and report_logprobs_: checks, outputs, arguments.
+// target_logprobs and report_logprobs_: checks, outputs, arguments, the choice of the device's
+// kernel.
 #include "../../core/operators.h"
+#include "../parallel_rows.h"
 #include "logprobs.h"
 
 namespace minserve {
@@ -35,6 +37,16 @@ std::int32_t* changed(const Check& check, const Tensor& t, const char* name) {
   }
   check.require(contiguous, name, " is changed in place, so it must be contiguous");
   return static_cast<std::int32_t*>(t.mutable_data_ptr());
+}
+
+void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
+  if (args.rows == 0) return;
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(target_rows));
+#ifdef MINSERVE_CUDA
+  cuda::target_logprobs(args, logits.get_device_index(), current_stream(logits));
+#else
+  no_cuda();
+#endif
 }
 
 }  // namespace
