@@ -1,12 +1,11 @@
-"""cluster_step: one token of up to about a thousand sequences through a small model in one kernel,
+"""cluster_step: one token of up to about a hundred sequences through a small model in one kernel,
 on Hopper.
 
-Sixteen blocks, a cluster, have up to 32 sequences and all weights of the layers, a sixteenth each;
-for more than a hundred sequences or so, eight have up to 80 (engine/ops/wide_step.py). What they
-tell each other stays in their shared memory, so that a product costs the time of its weights and of
-one exchange, not that of a kernel. Every cluster reads all weights, most of them from the L2 cache,
-where others have just been before, so the layers of a model have 67 million of them at most. Its
-head, too, or, where that is large, a head apart reads what the last norm gives.
+Sixteen blocks, a cluster, have up to 32 sequences and all weights of the layers, a sixteenth each.
+What they tell each other stays in their shared memory, so that a product costs the time of its
+weights and of one exchange, not that of a kernel. Every cluster reads all weights, most of them
+from the L2 cache, where others have just been before, so the layers of a model have 67 million of
+them at most. Its head, too, or, where that is large, a head apart reads what the last norm gives.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from engine.ops import library, wide_step  # noqa: F401  (library registers the operators)
+from engine.ops import library  # noqa: F401  (registers the operators)
 
 #: What the kernel takes: blocks that share a model's weights; layers; channels of the residual
 #: stream; taps of a convolution.
@@ -65,8 +65,6 @@ class ClusterProgram:
         norm: without a head the last norm's weight, [d_model].
         gates: 2: minGRU, 3: minLSTM.
         eps: of the norms.
-        wide: eight blocks instead of sixteen have a model's weights, and up to 80 sequences instead
-            of 32: for more of them (engine/ops/wide_step.py).
 
     d_model is a multiple of 128 up to MOST_WIDTH, inner and hidden channels are multiples of 256.
 
@@ -85,7 +83,6 @@ class ClusterProgram:
         linear_candidate: bool,
         normalize_gates: bool,
         eps: float,
-        wide: bool = False,
     ) -> None:
         _require((head is None) == (norm is not None), "there must be a head or a norm")
         _check(table, layers, head, head_bias, norm, gates)
@@ -94,8 +91,7 @@ class ClusterProgram:
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
         self._gates, self._eps = gates, eps
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
-        pack = wide_step.packed if wide else _packed
-        self._weights = pack(layers, head, gates)
+        self._weights = _packed(layers, head, gates)
         self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
         # As csrc/cluster_decode/op.cpp reads them.
         self._beside = [
@@ -252,7 +248,8 @@ def _packed(layers: Sequence[ClusterLayer], head: Tensor | None, gates: int) -> 
     if head is not None:
         products.append(_head_rows(head))
     streams = [torch.cat(of_pair, dim=1).flatten(1) for of_pair in zip(*products, strict=True)]
-    return wide_step.side_by_side(streams)
+    filled: Tensor = pad_sequence([stream.T for stream in streams], batch_first=True)
+    return filled.permute(2, 0, 1).contiguous()
 
 
 def _tiles(weight: Tensor) -> Tensor:

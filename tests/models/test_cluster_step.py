@@ -6,7 +6,6 @@ import dataclasses
 import random
 import re
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models.backends.cluster_decode import ClusterDecode, takes
-from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
+from engine.models.backends.dispatch import ExecutionPath
 from engine.models.backends.hopper import HopperBackend
 from engine.models.minrnn.lm import LM
 from engine.ops import cluster_decode as cluster_step
-from engine.ops import wide_step
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram
 from tests.models.test_hopper import build, copied, exact_of
 from tests.models.variants import int32, relative_error
@@ -59,11 +57,8 @@ def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
 
 
 def test_limits_are_those_of_the_kernel() -> None:
-    texts = [
-        (Path(__file__).parents[2] / "csrc" / folder / "args.h").read_text()
-        for folder in ("cluster_step", "wide_step")
-    ]
-    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", "".join(texts)))
+    text = (Path(__file__).parents[2] / "csrc/cluster_decode/args.h").read_text()
+    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", text))
     assert int(constants["kClusterBlocks"]) == cluster_step.BLOCKS
     assert int(constants["kMostClusterLayers"]) == cluster_step.MOST_LAYERS
     assert int(constants["kMostClusterTaps"]) == cluster_step.MOST_TAPS
@@ -71,9 +66,6 @@ def test_limits_are_those_of_the_kernel() -> None:
     assert constants["kClusterWidthUnit"] == "8 * kClusterBlocks"
     assert 4 * 8 * int(constants["kClusterBlocks"]) == cluster_step.MOST_WIDTH
     assert int(constants["kComputingWarps"]) == 2 * cluster_step._PAIRS
-    assert int(constants["kWideBlocks"]) == wide_step.BLOCKS
-    assert int(constants["kWideGroups"]) == wide_step._GROUPS
-    assert int(constants["kSlabRows"]) == wide_step._SLAB
 
 
 def numbered(rows: int, inputs: int) -> Tensor:
@@ -216,28 +208,24 @@ MODELS = {
     "32 layers": config(d_model=128, n_layers=32),
     "wide": config(d_model=512, n_layers=2, cell="minlstm", conv_kernel=4),
     "256 conv": config(d_model=256, n_layers=2, expansion=5.0, mlp_ratio=1.0, conv_kernel=2),
-    # A ring of three stages for 40 sequences of a wide step.
     "512": config(d_model=512, n_layers=1, expansion=2.5, mlp_ratio=9.0),
 }
 
 
-# Of clusters of sixteen blocks: 8, 16 and, where there is room, 32 sequences each, and in turns; of
-# eight: 16, 24, 40, 56, 72 and 80 each, and in turns, on GPUs that have room for 13 to 16 at once.
-OF_SIXTEEN = (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20)
-OF_EIGHT = (1, 16, 17, 208, 257, 300, 399, 520, 601, 728, 850, 900, 1080, 1090, 1300, *[256] * 20)
+# Of clusters: 8, 16 and, where there is room, 32 sequences each, and in turns.
+BATCHES = (1, 7, 8, 9, 56, 57, 64, 100, 112, 113, 224, 225, 256, 399, *[40] * 20)
 
 
 @dataclass(frozen=True)
 class Form:
     """A head of its own, whatever the vocabulary, or none."""
 
-    wide: bool
     head: bool
 
     def of(self, model: LM) -> ClusterDecode:
         most = len(model.embedding.weight) if self.head else 0
         with patch("engine.models.backends.cluster_decode.SMALL_VOCABULARY", most):
-            return ClusterDecode(model, wide=self.wide)
+            return ClusterDecode(model)
 
     def logits(self, got: Tensor, model: LM) -> Tensor:
         """What a step has left to others is the model's."""
@@ -246,11 +234,8 @@ class Form:
 
 
 FORMS = [
-    pytest.param(
-        Form(wide, head),
-        id=("eight" if wide else "sixteen") + ("" if head else " to a head"),
-    )
-    for wide, head in product((False, True), repeat=2)
+    pytest.param(Form(True), id="with a head"),
+    pytest.param(Form(False), id="to a head"),
 ]
 
 
@@ -263,10 +248,9 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
     model = build(MODELS[name], torch.bfloat16)
     exact, chain = exact_of(model), HopperBackend(model)
     clusters, chance = form.of(model), random.Random(name)
-    batches = OF_EIGHT if form.wide else OF_SIXTEEN
-    most = max(batches)
+    most = max(BATCHES)
     ours = model.new_state(most)
-    for rows in batches:
+    for rows in BATCHES:
         slots = chance.sample(range(most), rows)
         if rows > 3:
             slots[chance.randrange(rows)] = -1
@@ -311,7 +295,7 @@ def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.models.backends.cluster_decode.works", lambda run: False)
     model = build(MODELS["mingru"], torch.bfloat16)
     quick, state = HopperBackend(model), model.new_state(16)
-    assert not set(OF_CLUSTERS) & set(quick._kernels)
+    assert ExecutionPath.CLUSTERS not in quick._kernels
     quick.prepare([16], [], [])
     rows = int32(list(range(16)), "cuda")
     assert quick.step(rows, state, rows).isfinite().all()
@@ -325,7 +309,7 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, fo
     clusters = form.of(model)
     before = model.new_state(1000)
     before.cell.normal_()
-    for rows in (20, 200, 1000) if form.wide else (20, 100, 200):
+    for rows in (20, 100, 200):
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
         slots = torch.randperm(1000, device="cuda")[:rows].to(torch.int32)
         whole, state = copied(before), copied(before)
@@ -347,7 +331,7 @@ def test_equal_steps_have_the_same_bits(name: str, form: Form) -> None:
     """Whatever has come when: weights, channels, sums."""
     model = build(MODELS[name], torch.bfloat16)
     clusters = form.of(model)
-    for rows in (100, 300, 1000) if form.wide else (40, 100, 200):
+    for rows in (40, 100, 200):
         start = model.new_state(rows)
         start.cell.normal_()
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
@@ -370,7 +354,7 @@ def test_graphs_of_several_batches_take_turns(form: Form) -> None:
     """What one step leaves behind in the blocks' memory, or still has on its way, reaches none."""
     model = build(MODELS["conv"], torch.bfloat16)
     clusters, chance = form.of(model), random.Random(3)
-    batches = (100, 400, 1000) if form.wide else (16, 64, 128)
+    batches = (16, 64, 128)
     state = model.new_state(batches[-1])
     captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
     for batch in batches:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.config import SCAN_CHUNK, ModelConfig
 from engine.models.backends import hopper
-from engine.models.backends.dispatch import OF_CLUSTERS, TO_A_HEAD, ExecutionPath
+from engine.models.backends.dispatch import TO_A_HEAD, ExecutionPath
 from engine.models.backends.hopper import HopperBackend, supports
 from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
@@ -141,12 +141,12 @@ def test_what_is_prepared_is_measured() -> None:
         assert not quick._ways_of_few  # there is one
 
 
-@pytest.mark.parametrize("way", [*TO_A_HEAD, *OF_CLUSTERS], ids=str)
+@pytest.mark.parametrize("way", [*TO_A_HEAD, ExecutionPath.CLUSTERS], ids=str)
 @pytest.mark.parametrize(("vocabulary", "bias"), [(3001, True), (3008, False)])
 def test_bests_of_steps(vocabulary: int, bias: bool, way: ExecutionPath) -> None:
     """Those of the logits that `step` has."""
     config = dataclasses.replace(
-        CONFIGS["mingru" if way in OF_CLUSTERS else "medium"],
+        CONFIGS["mingru" if way is ExecutionPath.CLUSTERS else "medium"],
         vocab_size=vocabulary,
         head_bias=bias,
     )
@@ -208,10 +208,10 @@ def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.M
     head."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
     quick, compared = HopperBackend(build(config, torch.bfloat16)), []
-    assert set(OF_CLUSTERS) <= set(quick._kernels)
+    assert ExecutionPath.CLUSTERS in quick._kernels
 
     def last(runs: Sequence[object], lasting: bool) -> int:
-        return len(runs) - 1  # wide clusters, of the steps
+        return len(runs) - 1  # clusters, of the steps
 
     def noted(read: object, count: int, ways: Sequence[ExecutionPath]) -> ExecutionPath:
         compared.append((count, ways))
@@ -219,13 +219,14 @@ def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.M
 
     monkeypatch.setattr(hopper, "quickest_graph_of", last)
     quick.prepare([64], [], [])
-    assert quick._ways_of_steps == {64: ExecutionPath.WIDE_CLUSTERS}
+    assert quick._ways_of_steps == {64: ExecutionPath.CLUSTERS}
     monkeypatch.setattr(quick, "_quickest", noted)
-    assert quick._quickest_to_bests(64, ExecutionPath.WIDE_CLUSTERS) is ExecutionPath.WIDE_CLUSTERS
+    assert quick._quickest_to_bests(64, ExecutionPath.CLUSTERS) is ExecutionPath.CLUSTERS
     assert quick._quickest_to_bests(64, ExecutionPath.LIBRARY) is ExecutionPath.LIBRARY
     assert not compared
     assert quick._quickest_to_bests(64, ExecutionPath.CHAIN) is ExecutionPath.CHAIN
-    assert compared == [(64, [ExecutionPath.CHAIN, ExecutionPath.CHAIN_TO_HEAD, *OF_CLUSTERS])]
+    ways = [ExecutionPath.CHAIN, ExecutionPath.CHAIN_TO_HEAD, ExecutionPath.CLUSTERS]
+    assert compared == [(64, ways)]
     assert quick.step_to_bests(64) is not None
 
 
@@ -236,9 +237,9 @@ def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.Monk
     quick._ways_of_steps = {
         16: ExecutionPath.WHOLE,
         32: ExecutionPath.CLUSTERS,
-        64: ExecutionPath.WIDE_CLUSTERS,
+        64: ExecutionPath.LIBRARY,
     }
-    quick._ways_to_bests = {64: ExecutionPath.WIDE_CLUSTERS}
+    quick._ways_to_bests = {64: ExecutionPath.LIBRARY}
     assert [quick.step_to_bests(rows) for rows in (1, 8, 9, 16, 32)] == [None] * 5
 
     def noted(*_: object, way: ExecutionPath) -> None:
@@ -249,15 +250,13 @@ def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.Monk
         to_bests = quick.step_to_bests(rows)
         assert to_bests is not None
         to_bests(*[torch.zeros(0)] * 3)  # type: ignore[arg-type]
-    assert gone == [ExecutionPath.CLUSTERS] * 2 + [ExecutionPath.WIDE_CLUSTERS] * 3
+    assert gone == [ExecutionPath.CLUSTERS] * 2 + [ExecutionPath.LIBRARY] * 3
 
 
-@pytest.mark.parametrize("way", OF_CLUSTERS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "apart"), [(1024, False), (1030, True)])
-def test_large_vocabularies_have_a_head_behind_clusters(
-    vocabulary: int, apart: bool, way: ExecutionPath
-) -> None:
+def test_large_vocabularies_have_a_head_behind_clusters(vocabulary: int, apart: bool) -> None:
     """Few rows and many."""
+    way = ExecutionPath.CLUSTERS
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=vocabulary, head_bias=True)
     model = build(config, torch.bfloat16)
     exact, quick = exact_of(model), HopperBackend(model)

@@ -49,14 +49,6 @@ def test_clusters_take_no_more_than_was_timed() -> None:
     assert (
         nearest({128: ExecutionPath.CLUSTERS}, 120, ExecutionPath.CHAIN) is ExecutionPath.CLUSTERS
     )
-    assert (
-        nearest({512: ExecutionPath.WIDE_CLUSTERS}, 1024, ExecutionPath.LIBRARY)
-        is ExecutionPath.WIDE_CLUSTERS
-    )
-    assert (
-        nearest({512: ExecutionPath.WIDE_CLUSTERS}, 1025, ExecutionPath.LIBRARY)
-        is ExecutionPath.LIBRARY
-    )
 
 
 def test_a_way_with_a_limit_takes_no_more_rows() -> None:

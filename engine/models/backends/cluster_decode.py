@@ -1,5 +1,5 @@
-"""ClusterDecode: a small LM's decode step of up to about a hundred sequences, or a thousand, in one
-kernel (engine/ops/cluster_decode.py)."""
+"""ClusterDecode: a small LM's decode step of up to about a hundred sequences in one kernel
+(engine/ops/cluster_decode.py)."""
 
 from __future__ import annotations
 
@@ -58,27 +58,26 @@ def supports(model: LM) -> bool:
 
 class ClusterDecode:
     """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
-    now, norms' included. wide: by clusters of fewer blocks with more sequences each, for some
-    hundred."""
+    now, norms' included."""
 
     #: Of a step. Those that have no room at once take turns.
     rows = sys.maxsize
 
     @classmethod
-    def of(cls, model: LM, *, wide: bool = False) -> Self | None:
+    def of(cls, model: LM) -> Self | None:
         """None where it does not run: also on GPUs, or parts of one, without room for a cluster, or
         for a copy of the weights."""
         if not supports(model):
             return None
         with suppress(torch.OutOfMemoryError):
-            step, state = cls(model, wide=wide), model.new_state(1)
+            step, state = cls(model), model.new_state(1)
             padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
             if works(lambda: step.step(padding, state, padding)):
                 return step
         return None
 
     @torch.no_grad()
-    def __init__(self, model: LM, *, wide: bool = False) -> None:
+    def __init__(self, model: LM) -> None:
         config = model.config
         #: Whether steps end before the head, of which they give hidden states then.
         self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
@@ -95,7 +94,6 @@ class ClusterDecode:
             linear_candidate=config.candidate == "linear",
             normalize_gates=config.normalize_gates,
             eps=config.norm_eps,
-            wide=wide,
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:

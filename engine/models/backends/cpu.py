@@ -1,8 +1,8 @@
 """CpuBackend: an LM whose weights are laid out for the processor, with one operator call per step.
 
-All weights lie in one block of memory, in the order in which a step reads them; csrc/cpu_model/plan.h
-draws the layout of a matrix and the operators' pages (engine/ops/cpu_model.py) say what is
-computed.
+All weights lie in one block of memory, in the order in which a step reads them;
+csrc/cpu_model/plan.h draws the layout of a matrix and the operators' pages
+(engine/ops/cpu_model.py) say what is computed.
 
 Sums are fp32 and every output is summed in one order, whatever else is in the batch: a row's logits
 have the same bits at every batch size, slot and number of threads, and reading a prompt differs

@@ -28,7 +28,6 @@ class ExecutionPath(Enum):
     LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
     LIBRARY = auto()
     CLUSTERS = auto()  # of blocks, each with all weights: one kernel, or one to a head; of steps
-    WIDE_CLUSTERS = auto()  # the same with fewer blocks each and more rows
     WHOLE = auto()  # one kernel; of steps of few rows
     NARROW = auto()  # the same with 8-bit weights
 
@@ -37,9 +36,8 @@ OF_THE_LIBRARY = (ExecutionPath.LIBRARY_AROUND, ExecutionPath.LIBRARY)
 #: Which have a head apart in any case.
 TO_A_HEAD = (ExecutionPath.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
 OF_FEW = (ExecutionPath.NARROW, ExecutionPath.WHOLE)
-OF_CLUSTERS = (ExecutionPath.CLUSTERS, ExecutionPath.WIDE_CLUSTERS)
 #: More than so many rows have clusters take turns on some GPUs.
-ROWS_AT_ONCE = {ExecutionPath.CLUSTERS: 96, ExecutionPath.WIDE_CLUSTERS: 1024}
+ROWS_AT_ONCE = {ExecutionPath.CLUSTERS: 96}
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:

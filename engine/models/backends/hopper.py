@@ -1,5 +1,5 @@
 """HopperBackend: the decode step of an LM as a chain of linear maps (chain.py), or as one kernel:
-for a few sequences (whole_step.py), or of a small model for up to about a thousand
+for a few sequences (whole_step.py), or of a small model for up to about a hundred
 (cluster_step.py). A few sequences may have a kernel that reads the model's weights in 8 bits.
 
 The chain is quickest up to some hundred tokens, where the head may be better off as a kernel of its
@@ -26,7 +26,6 @@ from engine.models.backends.cluster_decode import ClusterDecode
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import (
     MOST_WITHOUT_LIBRARY,
-    OF_CLUSTERS,
     OF_FEW,
     OF_THE_LIBRARY,
     ROWS_AT_ONCE,
@@ -110,12 +109,11 @@ class HopperBackend:
             self._kernels[ExecutionPath.WHOLE] = PersistentDecode(
                 model, self._head, fixed_order=deterministic
             )
-        for way in () if deterministic else OF_CLUSTERS:
-            clusters = ClusterDecode.of(model, wide=way is ExecutionPath.WIDE_CLUSTERS)
-            if clusters is not None:
-                self._kernels[way] = clusters
-                if clusters.ends_with_hidden:
-                    self._to_a_head.add(way)
+        clusters = None if deterministic else ClusterDecode.of(model)
+        if clusters is not None:
+            self._kernels[ExecutionPath.CLUSTERS] = clusters
+            if clusters.ends_with_hidden:
+                self._to_a_head.add(ExecutionPath.CLUSTERS)
         self._most_rows, self._most_tokens = where_the_library_begins(model)
         # The quickest, where several ways were tried.
         self._ways_of_few: dict[int, ExecutionPath] = {}  # steps of up to EIGHT rows
@@ -180,7 +178,9 @@ class HopperBackend:
             ways += TO_A_HEAD
         if rows <= self._most_rows_of(ExecutionPath.WHOLE):
             ways.append(ExecutionPath.WHOLE)
-        return ways + [way for way in OF_CLUSTERS if way in self._kernels]
+        if ExecutionPath.CLUSTERS in self._kernels:
+            ways.append(ExecutionPath.CLUSTERS)
+        return ways
 
     def _nearest(
         self, found: Mapping[int, ExecutionPath], rows: int, unmeasured: ExecutionPath
@@ -198,8 +198,10 @@ class HopperBackend:
 
         if found in self._to_a_head:  # this one takes no longer
             return found
-        clusters = [way for way in OF_CLUSTERS if way in self._to_a_head]
-        return self._quickest(drawn, count, [found, ExecutionPath.CHAIN_TO_HEAD, *clusters])
+        ways = [found, ExecutionPath.CHAIN_TO_HEAD]
+        if ExecutionPath.CLUSTERS in self._to_a_head:
+            ways.append(ExecutionPath.CLUSTERS)
+        return self._quickest(drawn, count, ways)
 
     @torch.no_grad()
     def _quickest(self, read: _Read, count: int, ways: Sequence[ExecutionPath]) -> ExecutionPath:
@@ -306,7 +308,7 @@ class HopperBackend:
         if few:
             return self._nearest(self._ways_of_few, rows, few[0])
         unmeasured = ExecutionPath.LIBRARY if rows > self._most_rows else ExecutionPath.CHAIN
-        for way in (ExecutionPath.WHOLE, *reversed(OF_CLUSTERS)):
+        for way in (ExecutionPath.WHOLE, ExecutionPath.CLUSTERS):
             at_once = ROWS_AT_ONCE.get(way, self._most_rows_of(way))
             if way in self._kernels and 0 < rows <= at_once:
                 unmeasured = way
