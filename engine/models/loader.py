@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.model_files import has_file, has_folder, mode_of, read_through, unreadable
+from engine.models import registry
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import NotFiniteError, all_finite
 from engine.models.quantized import quantize_weights, quantized_matrices
@@ -172,7 +173,7 @@ def load_model(
     expected = _expected(config)
     target = quantized_config(config, quantize, folder)
     with torch.device("meta"):
-        model = LM(target)
+        model = registry.build(target)
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
     with ExitStack() as stack:
         stored = _open_weights(folder, stack, known_readable)
@@ -225,7 +226,7 @@ def quantize_model(model: LM, kind: Quantization) -> LM:
     if config.quantization is not None:
         raise ConfigError(f"the model is quantised as {config.quantization}", param="quantize")
     with torch.device("meta"):
-        quantized = LM(dataclasses.replace(config, quantization=kind))
+        quantized = registry.build(dataclasses.replace(config, quantization=kind))
     weights = quantize_weights(model.state_dict().items(), quantized_matrices(quantized), kind)
     quantized.load_state_dict(dict(weights), assign=True)
     return quantized.eval()
@@ -330,7 +331,7 @@ def _dtypes(model: LM, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def _expected(config: ModelConfig) -> dict[str, tuple[list[int], str]]:
     """The shape of every tensor that the config describes, and safetensors' name of its type."""
     with torch.device("meta"):
-        model = LM(config)
+        model = registry.build(config)
     dtypes = _dtypes(model, DTYPES[config.dtype])
     return {
         name: (list(tensor.shape), _STORED_AS[dtypes[name]])

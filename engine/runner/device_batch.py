@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.models.backends.selector import ModelBackend
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import ModelState
 from engine.ops.upload import to_device
 from engine.protocol.logprobs import MOST_TOP, words_of_report
 from engine.runner.cuda_graphs import StepGraphs

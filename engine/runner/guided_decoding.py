@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.device import upload
 from engine.models.backends.selector import ModelBackend
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import ModelState
 from engine.ops import copy_words_
 from engine.runner.cuda_graphs import BucketGraphs
 from engine.runner.sampling.batch_params import BatchSamplingParams

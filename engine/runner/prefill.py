@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.models.backends.selector import ModelBackend
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import ModelState
 from engine.ops import copy_words_
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
 from engine.runner.sampling.batch_params import BatchSamplingParams

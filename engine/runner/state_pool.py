@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import new_state
 from engine.ops.upload import to_device
 
 
@@ -35,18 +35,11 @@ class StatePool:
     ) -> None:
         self.bytes = (rows + 1) * config.state_bytes
         self._refuse_if_too_large(config, rows, device)
-        shape = config.n_layers, rows + 1
-        cell = torch.zeros(*shape, config.inner, device=device)
-        if initial is not None:
-            cell.copy_(initial.unsqueeze(1))
-        conv = None
-        if config.conv_kernel:
-            conv = torch.zeros(*shape, config.conv_kernel - 1, config.d_model, device=device)
-        self.state = ModelState(cell=cell, conv=conv)
+        self.state = new_state(config, rows + 1, initial, device)
         self.rows = self.initial_row = rows
         self.device = device
         # A tensor of its own: what is written by index may not overlap with what is read.
-        self._initial = [tensor[:, rows:].clone() for tensor in self._tensors()]
+        self._initial = [tensor[:, rows:].clone() for tensor in self.state.tensors()]
 
     def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:
         free = available_memory(device)
@@ -73,7 +66,7 @@ class StatePool:
         self._check(sources, self.rows + 1)
         self._check(targets, self.rows)
         source, target = to_device([sources, targets], self.device)
-        for tensor in self._tensors():
+        for tensor in self.state.tensors():
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def reset(self, rows: Sequence[int]) -> None:
@@ -82,13 +75,13 @@ class StatePool:
             return
         self._check(rows, self.rows)
         index = to_device(rows, self.device)
-        for tensor, initial in zip(self._tensors(), self._initial, strict=True):
+        for tensor, initial in zip(self.state.tensors(), self._initial, strict=True):
             tensor.index_copy_(1, index, initial.expand(-1, len(rows), *initial.shape[2:]))
 
     @property
     def width(self) -> int:
         """Floats of one state, as `gather` packs it."""
-        return sum(tensor[:, 0].numel() for tensor in self._tensors())
+        return sum(tensor[:, 0].numel() for tensor in self.state.tensors())
 
     def gather(self, rows: Sequence[int]) -> Tensor:
         """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
@@ -96,7 +89,8 @@ class StatePool:
         self._check(rows, self.rows + 1)
         index = to_device(rows, self.device)
         parts = [
-            tensor.index_select(1, index).transpose(0, 1).flatten(1) for tensor in self._tensors()
+            tensor.index_select(1, index).transpose(0, 1).flatten(1)
+            for tensor in self.state.tensors()
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -104,12 +98,8 @@ class StatePool:
         """Puts states [n, width], packed as `gather` does it, in their rows."""
         self._check(rows, self.rows)
         index, start = to_device(rows, self.device), 0
-        for tensor in self._tensors():
+        for tensor in self.state.tensors():
             shape = tensor[:, 0].shape
             part = states[:, start : start + shape.numel()]
             tensor.index_copy_(1, index, part.reshape(len(rows), *shape).transpose(0, 1))
             start += shape.numel()
-
-    def _tensors(self) -> list[Tensor]:
-        conv = self.state.conv
-        return [self.state.cell] if conv is None else [self.state.cell, conv]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine import ops
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
 
 # Tokens that the carried loss reads at once: bounds its memory. A multiple of SCAN_CHUNK, as the
 # pieces are in which a server reads.

@@ -14,8 +14,8 @@ from engine.config import SCAN_CHUNK, ModelConfig
 from engine.models.backends import hopper
 from engine.models.backends.dispatch import TO_A_HEAD, ExecutionPath
 from engine.models.backends.hopper import HopperBackend, supports
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
 from engine.ops import library
 from engine.ops.gemm import PART, best_of, ids_of
 from tests.models.variants import int32, relative_error

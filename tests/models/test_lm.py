@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import SCAN_CHUNK
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
 from tests.models import reference
 from tests.models.variants import DEVICES, VARIANTS, build, config_of, int32, relative_error
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from engine.config import SCAN_CHUNK
 from engine.models.backends.cpu import CpuBackend, can_pack, pack_matrix
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
 from tests.models import reference
 from tests.models.variants import VARIANTS, build, config_of, int32, relative_error
 

@@ -11,7 +11,7 @@ from engine.config import ModelConfig
 from engine.models.backends.cublas import CublasPath, supports
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.selector import EagerBackend
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import ModelState
 from tests.models.test_hopper import CONFIGS, build, exact_of
 from tests.models.variants import int32, relative_error
 

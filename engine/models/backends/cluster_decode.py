@@ -15,8 +15,8 @@ from engine.config import ModelConfig
 from engine.models.backends.autotune import works
 from engine.models.backends.lm_head import SMALL_VOCABULARY
 from engine.models.backends.persistent_decode import runs_kernels
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM, Layer
+from engine.models.state import ModelState
 from engine.ops.cluster_decode import (
     BLOCKS,
     MOST_LAYERS,

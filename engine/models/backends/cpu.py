@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM, Layer
+from engine.models.state import ModelState, new_state
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 _VERSION = 2
@@ -261,8 +261,4 @@ class CpuBackend:
 
     def new_state(self, rows: int) -> ModelState:
         """State for `rows` sequences that have read nothing yet."""
-        config = self.config
-        conv = None
-        if config.conv_kernel:
-            conv = torch.zeros(config.n_layers, rows, config.conv_kernel - 1, config.d_model)
-        return ModelState(self._initial.unsqueeze(1).repeat(1, rows, 1), conv)
+        return new_state(self.config, rows, self._initial)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from engine.models.backends.autotune import TunedProducts
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.weight_transforms import move_norm_weights
-from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.cell import Cell
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
+from engine.models.state import ModelState
 from engine.ops import library
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 

@@ -14,9 +14,10 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from engine.models.backends.lm_head import LmHead
-from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.cell import Cell
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
+from engine.models.state import ModelState
 from engine.ops import conv_scan, conv_step
 from engine.ops.gemm import linear_embed, linear_map, linear_residual_, linear_step
 

@@ -39,8 +39,8 @@ from engine.models.backends.fused_gemm import FusedGemmPath
 from engine.models.backends.lm_head import SMALL_VOCABULARY, LmHead
 from engine.models.backends.persistent_decode import PersistentDecode, runs_kernels
 from engine.models.backends.weight_transforms import move_norm_weights
-from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState, StepToBests
 from engine.ops.fused_norm import rms_norm
 from engine.ops.gemm import IN_ONE_PART, SQUARE_ROWS, linear_best
 from engine.ops.persistent_decode import EIGHT

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.backends.lm_head import LmHead
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.quantized import QuantLinear
+from engine.models.state import ModelState
 from engine.ops import library
 from engine.ops.persistent_decode import (
     BLOCK_BYTES,

@@ -26,8 +26,8 @@ from engine.models.backends.cublas import CublasPath
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode, runs_kernels
 from engine.models.backends.weight_transforms import bytes_of_copy, widened
-from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState, StepToBests
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engine.models import registry
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.quantize import dequantize
 from engine.models.quantized import quantized_matrices
@@ -52,7 +53,7 @@ def widened(model: LM) -> LM:
     """
     config = dataclasses.replace(model.config, quantization=None)
     with torch.device("meta"):
-        wide = LM(config)
+        wide = registry.build(config)
     weights: dict[str, Tensor] = model.state_dict()
     for matrix, scale in quantized_matrices(model).items():
         weights[matrix] = _wide(weights[matrix], weights.pop(scale), model.norm.weight.dtype)

@@ -18,6 +18,7 @@ import torch
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.model_files import has_file, has_folder, read_through
+from engine.models import registry
 from engine.models.convert.minlm import from_state_dict
 from engine.models.convert.reading import read_state_dict
 from engine.models.loader import (
@@ -100,7 +101,7 @@ def _read(source: Path) -> tuple[LM, ModelConfig]:
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{source}: {error.message}") from error
     with torch.device("meta"):
-        model = LM(config)
+        model = registry.build(config)
     model.load_state_dict(weights, assign=True)
     return model, config
 

@@ -1,4 +1,4 @@
-"""Cell: a recurrence between two linear projections; ModelState: what sequences carry.
+"""Cell: a recurrence between two linear projections.
 
 A cell projects its input to pre-activations, runs its recurrence over them and projects the hidden
 states back. Only the recurrence differs from cell to cell, so a new cell is one small file with
@@ -11,29 +11,12 @@ cu_seqlens[s] up to cu_seqlens[s + 1] and the state row slots[s]; a negative slo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.quantized import linear
-
-
-@dataclass(slots=True)
-class ModelState:
-    """What `rows` sequences carry from token to token, on the model's device, in fp32.
-
-    A row is complete: copying it to another row forks a sequence.
-    """
-
-    cell: Tensor  # [layers, rows, inner]
-    conv: Tensor | None  # [layers, rows, conv_kernel - 1, d_model]; None without convolutions
-
-
-#: tokens, state, slots -> bests (engine/ops/gemm.py)
-StepToBests = Callable[[Tensor, ModelState, Tensor], Tensor]
 
 
 def g(x: Tensor) -> Tensor:

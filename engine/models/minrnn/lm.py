@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.config import CellName, ModelConfig
-from engine.models.minrnn.cell import Cell, ModelState
+from engine.models.minrnn.cell import Cell
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.mingru import MinGRU
 from engine.models.minrnn.minlstm import MinLSTM
 from engine.models.quantized import QuantEmbedding, QuantLinear, linear
+from engine.models.state import ModelState, new_state
 
 CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
 
@@ -198,9 +199,5 @@ class LM(nn.Module):
 
     def new_state(self, rows: int) -> ModelState:
         """State for `rows` sequences that have read nothing yet."""
-        config, device = self.config, self.embedding.weight.device
-        conv = None
-        if config.conv_kernel:
-            shape = (config.n_layers, rows, config.conv_kernel - 1, config.d_model)
-            conv = torch.zeros(shape, device=device)
-        return ModelState(self.initial_state_rows().unsqueeze(1).repeat(1, rows, 1), conv)
+        device = self.embedding.weight.device
+        return new_state(self.config, rows, self.initial_state_rows(), device)

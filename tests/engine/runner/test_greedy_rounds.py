@@ -14,8 +14,8 @@ from engine.config import ModelConfig
 from engine.models.backends import hopper
 from engine.models.backends.selector import ModelBackend
 from engine.models.loader import save_model
-from engine.models.minrnn.cell import ModelState, StepToBests
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState, StepToBests
 from engine.protocol.messages import Request
 from engine.runner import device_batch as decoding
 from engine.runner.model_runner import ModelRunner

@@ -19,8 +19,8 @@ from engine.engine import Engine
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.selector import EagerBackend, ModelBackend
 from engine.models.loader import load_model, quantize_model, save_model
-from engine.models.minrnn.cell import ModelState
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
 from engine.runner import prefill as prompts
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.runner.prefill import PrefillRunner, Read
