@@ -25,16 +25,10 @@ from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
 from engine.errors import EngineDead, EngineError, StepFailed, is_device_lost
-from engine.protocol.messages import (
-    FinishReason,
-    ModelInfo,
-    Request,
-    StateCall,
-    StateReply,
-    Stats,
-    StepEvents,
-)
+from engine.protocol.events import ModelInfo, Stats, StepEvents
 from engine.protocol.placement import StatePlacement
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.state_calls import StateCall, StateReply
 from engine.scheduler.scheduler import Scheduler
 from engine.step_plan import StepPlan, StepResult
 from engine.structured_output.grammar_cache import GrammarCache

@@ -24,17 +24,14 @@
         ├── EngineDead       the engine process has ended
         └── StepFailed       a step raised or gave no numbers; its requests are lost
 
-An error crosses the process boundary as a `messages.Failed` event: `code` is the class's code,
-and `from_failed` turns the event back into the exception on the other side.
+An error crosses the process boundary as a `Failed` event (engine.protocol.failed): `code` is the
+class's code, by which `Failed.error` finds the class again on the other side.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from engine.protocol.messages import Failed
+from typing import ClassVar
 
 DEVICE_LOST = "CUDA error"  # in what the operators, and older parts of torch, say of a lost device
 
@@ -195,12 +192,6 @@ def _tree(root: type[EngineError]) -> dict[str, type[EngineError]]:
 
 
 BY_CODE: dict[str, type[EngineError]] = _tree(EngineError)
-
-
-def from_failed(failed: Failed) -> EngineError:
-    """The exception that a `Failed` event stands for; an unknown code gives `EngineError`."""
-    kind = BY_CODE.get(failed.code, EngineError)
-    return kind(failed.message, param=failed.param, retry_after=failed.retry_after)
 
 
 def is_device_lost(error: BaseException) -> bool:

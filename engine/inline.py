@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable, Iterable
 from engine.client.socket_transport import GREETING, STOP_SECONDS
 from engine.errors import EngineDead
 from engine.loop import EngineLoop, SteppedEngine
-from engine.protocol.messages import FromEngine, Shutdown, ToEngine
+from engine.protocol.events import FromEngine
+from engine.protocol.requests import Shutdown, ToEngine
 
 log = logging.getLogger(__name__)
 

@@ -16,23 +16,9 @@ from typing import Protocol
 import msgspec
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from engine.protocol.messages import (
-    Abort,
-    FinishReason,
-    FromEngine,
-    Gone,
-    ModelInfo,
-    Ping,
-    Pong,
-    Ready,
-    Request,
-    Shutdown,
-    StateCall,
-    StateReply,
-    Stats,
-    StepEvents,
-    ToEngine,
-)
+from engine.protocol.events import FromEngine, ModelInfo, Pong, Ready, Stats, StepEvents
+from engine.protocol.requests import Abort, FinishReason, Gone, Ping, Request, Shutdown, ToEngine
+from engine.protocol.state_calls import StateCall, StateReply
 
 IDLE_SECONDS = 1.0  # an idle loop looks around this often
 LOAD_SECONDS = 0.1  # how old the load may be that a client without requests knows of

@@ -10,17 +10,12 @@ from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from engine.protocol.events import Finished, Timing
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import (
-    ID_BYTES,
-    Finished,
-    FinishReason,
-    Request,
-    StateInfo,
-    Timing,
-    unpack_ids,
-)
+from engine.protocol.requests import FinishReason, Request
 from engine.protocol.sampling_params import is_plain, stop_ids, top_of
+from engine.protocol.state_calls import StateInfo
+from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 if TYPE_CHECKING:
     from engine.cache.sequence_state import SequenceState

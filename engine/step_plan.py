@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.errors import EngineError, InvalidRequest, StepFailed
 from engine.protocol.logprobs import PackedLogprobs, words_of_report
-from engine.protocol.messages import Request
+from engine.protocol.requests import Request
 
 MOST_STEPS = 32  # of a round
 
@@ -159,7 +159,7 @@ class Drawn:
     """What the rows of a plain plan's batch drew: `StepPlan.steps` tokens each, but for those in
     `ended`."""
 
-    tokens: bytes  # int32 [rows, steps] (messages.pack_ids); rubbish after the end of a row
+    tokens: bytes  # int32 [rows, steps] (token_ids.pack_ids); rubbish after the end of a row
     # The rows that have ended, now or before, and how many of the tokens are theirs. The last of
     # these may be a stop id.
     ended: dict[int, int]

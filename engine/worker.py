@@ -28,19 +28,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
 from engine.loop import EngineLoop, Undecodable
-from engine.protocol.messages import (
-    Failed,
-    FromEngine,
-    LoadFailed,
-    Ping,
-    Pong,
-    Request,
-    Shutdown,
-    StateCall,
-    StateReply,
-    StepEvents,
-    ToEngine,
-)
+from engine.protocol.events import FromEngine, LoadFailed, Pong, StepEvents
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Ping, Request, Shutdown, ToEngine
+from engine.protocol.state_calls import StateCall, StateReply
 
 log = logging.getLogger(__name__)
 
@@ -152,10 +143,10 @@ class _LoadingDesk(threading.Thread):
         elif isinstance(message, Request | StateCall):
             error = EngineLoading("the model is still loading")
             if isinstance(message, StateCall):
-                failed = Failed(message.call, error.code, error.message)
+                failed = Failed.of(message.call, error)
                 self._mailbox.send(client, StateReply(message.call, failed))
             else:
-                failed = Failed(message.id, error.code, error.message)
+                failed = Failed.of(message.id, error)
                 self._mailbox.send(client, StepEvents(failed=[failed]))
 
     def close(self, await_client: bool = False) -> None:

@@ -17,14 +17,10 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.protocol.messages import (
-    KeepState,
-    Request,
-    SamplingParams,
-    StateCall,
-    StateReply,
-    pack_ids,
-)
+from engine.protocol.requests import KeepState, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.state_calls import StateCall, StateReply
+from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from engine.step_plan import StepPlan
 

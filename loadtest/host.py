@@ -35,16 +35,10 @@ from engine import gc_tuning
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
-from engine.protocol.messages import (
-    FromEngine,
-    ModelInfo,
-    Request,
-    SamplingParams,
-    Shutdown,
-    StepEvents,
-    ToEngine,
-    pack_ids,
-)
+from engine.protocol.events import FromEngine, ModelInfo, StepEvents
+from engine.protocol.requests import Request, Shutdown, ToEngine
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.scheduler import decode_scheduler
 from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
 from loadtest.report import median, print_environment, print_table, save_json

@@ -18,8 +18,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.protocol.messages import Request, SamplingParams, StepEvents, pack_ids, unpack_ids
-from engine.protocol.sampling_params import is_adjusted, is_greedy, top_of
+from engine.protocol.events import StepEvents
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams, is_adjusted, is_greedy, top_of
+from engine.protocol.token_ids import pack_ids, unpack_ids
 from engine.runner.model_runner import ModelRunner
 from engine.scheduler.decode_scheduler import ROUND_SECONDS
 from engine.step_plan import MOST_STEPS, Admission, DecodeRow, PrefillChunk, StepPlan, StepResult

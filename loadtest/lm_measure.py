@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 
 from engine.models.minrnn.lm import LM
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.runner.model_runner import ModelRunner
 from loadtest.layers_timing import Budget
 from loadtest.lm_driving import (

@@ -16,7 +16,7 @@ from pathlib import Path
 from engine import gc_tuning
 from engine.engine import Engine
 from engine.loop import EngineLoop
-from engine.protocol.messages import FromEngine, StepEvents
+from engine.protocol.events import FromEngine, StepEvents
 from engine.step_plan import StepPlan, StepResult
 from loadtest.host import ANSWER, MOST_HOST_BYTES, POST, Clock, MockRunner, PostingMailbox, posts
 from loadtest.report import print_environment, print_table, save_json

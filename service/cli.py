@@ -69,7 +69,7 @@ def generate(
     from engine.engine import Engine
     from engine.inline import InlineTransport
     from engine.models.loader import load_config, resolve
-    from engine.protocol.messages import SamplingParams
+    from engine.protocol.sampling_params import SamplingParams
     from service.terminal.generate import generate_text, seed_of, top_k_of
 
     text = "".join(terminal_text.text_pieces(Path("-"))) if prompt == "-" else prompt

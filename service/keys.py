@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import ConfigError
-from engine.protocol.messages import LEAST_PRIORITY, MOST_PRIORITY
+from engine.protocol.requests import LEAST_PRIORITY, MOST_PRIORITY
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

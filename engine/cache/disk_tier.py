@@ -32,7 +32,7 @@ from engine.cache.storage.worker_threads import Result
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.errors import ConfigError, StateMalformed
-from engine.protocol.messages import ID_BYTES
+from engine.protocol.token_ids import ID_BYTES
 
 log = logging.getLogger(__name__)
 

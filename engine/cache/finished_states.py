@@ -19,7 +19,9 @@ from engine.cache.store_waiters import Told
 from engine.cache.tiered_store import TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.errors import EngineError, StepFailed
-from engine.protocol.messages import ID_BYTES, Finished, FinishReason, pack_ids, unpack_ids
+from engine.protocol.events import Finished
+from engine.protocol.requests import FinishReason
+from engine.protocol.token_ids import ID_BYTES, pack_ids, unpack_ids
 from engine.sequence import Sequence
 from engine.step_plan import Copy
 

@@ -31,7 +31,7 @@ from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import Storing, Then, Told, Waiter
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
-from engine.protocol.messages import StateInfo
+from engine.protocol.state_calls import StateInfo
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from engine.cache.fair_lru import Weights
 from engine.cache.radix_tree import RadixNode, RadixTree
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.config import SCAN_CHUNK
-from engine.protocol.messages import ID_BYTES
+from engine.protocol.token_ids import ID_BYTES
 from engine.sequence import Sequence
 from engine.step_plan import Copy
 

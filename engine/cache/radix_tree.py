@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from engine.protocol.messages import ID_BYTES
+from engine.protocol.token_ids import ID_BYTES
 
 NODE_BYTES = 400  # about what a node takes beside its run
 
@@ -43,7 +43,7 @@ class RadixNode(Generic[T]):
 
 
 class RadixTree(Generic[T]):
-    """Texts are packed ids (`messages.pack_ids`)."""
+    """Texts are packed ids (`token_ids.pack_ids`)."""
 
     def __init__(self, owner: str = "", scope: Any = None) -> None:
         self.owner = owner  # whose texts these are

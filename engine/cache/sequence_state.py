@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from engine.cache.resume_point import ResumePoint
 from engine.cache.tiered_store import CachedState
-from engine.protocol.messages import ID_BYTES, FinishReason, KeepState
+from engine.protocol.requests import FinishReason, KeepState
+from engine.protocol.token_ids import ID_BYTES
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence

@@ -18,7 +18,9 @@ from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import Then, Told
 from engine.cache.tiered_store import CachedState
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.protocol.messages import ID_BYTES, Failed, StateCall, StateInfo, StateReply
+from engine.protocol.failed import Failed
+from engine.protocol.state_calls import StateCall, StateInfo, StateReply
+from engine.protocol.token_ids import ID_BYTES
 from engine.protocol.validation import check_ttl
 
 MOST_LISTED = 1000
@@ -48,8 +50,7 @@ class StateCallHandler:
             answer()
 
     def refuse(self, client: Hashable, call: int, error: EngineError) -> None:
-        failed = Failed(call, error.code, error.message, error.param, error.retry_after)
-        self.replies.append((client, StateReply(call, failed)))
+        self.replies.append((client, StateReply(call, Failed.of(call, error))))
 
     def _try(self, client: Hashable, call: StateCall, answer: Answer) -> None:
         try:

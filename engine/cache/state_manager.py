@@ -29,14 +29,10 @@ from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.config import SCAN_CHUNK
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.protocol.messages import (
-    ID_BYTES,
-    FinishReason,
-    Request,
-    SamplingParams,
-    pack_ids,
-)
 from engine.protocol.placement import StatePlacement
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import ID_BYTES, pack_ids
 from engine.sequence import Sequence
 from engine.step_plan import INITIAL, Admission, Copy, StepPlan
 

@@ -23,7 +23,8 @@ from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import MORE_BYTES
 from engine.errors import ConfigError, EngineError, StateNotStored
 from engine.lazy_heap import LazyHeap
-from engine.protocol.messages import ID_BYTES, StateInfo
+from engine.protocol.state_calls import StateInfo
+from engine.protocol.token_ids import ID_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.cache.resume_point import NamedState
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.protocol.messages import StateInfo
+from engine.protocol.state_calls import StateInfo
 
 Told = StateInfo | EngineError | None  # None: of a state that is no more
 Then = Callable[[Told], None]

@@ -32,25 +32,11 @@ from engine.errors import (
     EngineLoading,
     EngineUnavailable,
     InvalidRequest,
-    from_failed,
 )
-from engine.protocol.messages import (
-    Abort,
-    FinishReason,
-    FromEngine,
-    LoadFailed,
-    ModelInfo,
-    Ping,
-    Pong,
-    Ready,
-    Request,
-    StateAction,
-    StateCall,
-    StateReply,
-    Stats,
-    StepEvents,
-)
+from engine.protocol.events import FromEngine, LoadFailed, ModelInfo, Pong, Ready, Stats, StepEvents
 from engine.protocol.queue_policy import Queued
+from engine.protocol.requests import Abort, FinishReason, Ping, Request
+from engine.protocol.state_calls import StateAction, StateCall, StateReply
 
 __all__ = ["EngineClient", "RequestStream", "State", "StreamInbox", "Update"]
 
@@ -261,7 +247,7 @@ class EngineClient:
         finally:
             del self._asked[call]
         if reply.failed is not None:
-            raise from_failed(reply.failed)
+            raise reply.failed.error()
         return reply
 
     def on_step(self, callback: Callable[[StepEvents], None]) -> None:
@@ -371,7 +357,7 @@ class EngineClient:
         for failed in events.failed:
             self.queued.discard(failed.request)
             if (delivery := deliveries.pop(failed.request, None)) is not None:
-                delivery.fail(from_failed(failed))
+                delivery.fail(failed.error())
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
         self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox
 from engine.errors import EngineError, EngineLoading
-from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.protocol.events import ModelInfo
 from engine.protocol.queue_policy import Waiters
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.state_calls import StateAction, StateReply
 
 if TYPE_CHECKING:
     from engine.client.client import EngineClient

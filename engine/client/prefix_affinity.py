@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Container
 from typing import Generic, TypeVar
 
-from engine.protocol.messages import ID_BYTES
+from engine.protocol.token_ids import ID_BYTES
 
 Engine = TypeVar("Engine")
 

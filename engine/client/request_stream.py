@@ -16,8 +16,10 @@ from typing import Protocol
 import msgspec
 
 from engine.errors import EngineError
+from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Finished, Request, unpack_ids
+from engine.protocol.requests import Request
+from engine.protocol.token_ids import unpack_ids
 
 MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
 MOST_HELD_SECONDS = 0.05  # that a token may be kept from its reader for the sake of others

@@ -21,9 +21,11 @@ from engine.client.interface import State
 from engine.client.prefix_affinity import PrefixAffinity, prefix_hashes
 from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
-from engine.protocol.messages import FinishReason, ModelInfo, Request, StateAction, StateReply
+from engine.protocol.events import ModelInfo
 from engine.protocol.placement import engine_of_state
 from engine.protocol.queue_policy import Waiters, WaitersOfAll
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.state_calls import StateAction, StateReply
 
 # An engine that has read so many of a prompt's tokens before may have one request more in flight
 # than the one with the least, if it has a free slot; at most this part of its slots more.

@@ -16,7 +16,8 @@ import zmq
 from engine.client.ipc_folder import SocketFolder
 from engine.config import EngineConfig
 from engine.errors import EngineDead
-from engine.protocol.messages import FromEngine, Gone, Ping, Shutdown, ToEngine
+from engine.protocol.events import FromEngine
+from engine.protocol.requests import Gone, Ping, Shutdown, ToEngine
 from engine.subprocesses import describe_exit, module_environment
 
 log = logging.getLogger(__name__)

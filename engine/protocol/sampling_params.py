@@ -1,11 +1,53 @@
-"""What sampling parameters ask for, as questions that the engine asks of them."""
+"""SamplingParams: how the tokens of one request are drawn, and what follows from that."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
+
 from engine.protocol.logprobs import MOST_TOP
-from engine.protocol.messages import (
-    SamplingParams,
-)
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What the whole text of an answer has to match: a JSON schema, a regular expression, one of
+    several texts (a JSON list of strings), or a grammar in Lark's or llama.cpp's notation."""
+
+    kind: GrammarKind
+    text: str
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """How the tokens of one request are drawn.
+
+    Applied in this order: grammar, penalties, logit_bias, min_tokens, temperature, top_k, top_p,
+    min_p. A draw depends on (seed, choice, position) and the logits alone; `position` counts
+    generated tokens from 0.
+
+    With a `grammar` the tokens that end an answer are possible where the text matches, and only
+    there (those of stop_token_ids that are text also as text). Where nothing can follow, the
+    answer ends by itself, with "stop", whatever min_tokens and ignore_eos say.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # end-of-text and stop_token_ids are impossible before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off; the best token always stays: 0 = greedy
+    min_p: float = 0.0  # 0 = off
+    repetition_penalty: float = 1.0  # over the prompt's and the answer's tokens; 1 = off
+    presence_penalty: float = 0.0  # over the answer's tokens
+    frequency_penalty: float = 0.0  # over the answer's tokens
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0  # in [0, 2**63)
+    choice: int = 0  # which of n samples of one prompt this is
+    logprobs: int | None = None  # None = none; k >= 0 = the token's own and the k best
+    grammar: Grammar | None = None
+
 
 MOST_OWNER_BYTES = 64  # of Request.owner in UTF-8
 MOST_STOP_IDS = 8  # that the device looks for by itself

@@ -13,16 +13,9 @@ import numpy as np
 
 from engine.config import MOST_TTL
 from engine.errors import InvalidRequest
-from engine.protocol.messages import (
-    ID_BYTES,
-    LEAST_PRIORITY,
-    MOST_PRIORITY,
-    KeepState,
-    Request,
-    SamplingParams,
-    unpack_ids,
-)
-from engine.protocol.sampling_params import MOST_OWNER_BYTES, endings
+from engine.protocol.requests import LEAST_PRIORITY, MOST_PRIORITY, KeepState, Request
+from engine.protocol.sampling_params import MOST_OWNER_BYTES, SamplingParams, endings
+from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1

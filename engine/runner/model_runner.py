@@ -22,9 +22,11 @@ from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
 from engine.models import loader
 from engine.models.backends.selector import select_backend
+from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import ModelInfo, Request, SamplingParams, pack_ids
-from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import MOST_STOP_IDS, SamplingParams, is_adjusted, is_plain
+from engine.protocol.token_ids import pack_ids
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
 from engine.runner.device_batch import DeviceBatch, Round, to_drawn
 from engine.runner.device_events import DeviceEvent, EventPool

@@ -20,9 +20,10 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from engine.protocol.events import Run
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import ID_BYTES, Run, unpack_ids
 from engine.protocol.sampling_params import is_adjusted, is_greedy
+from engine.protocol.token_ids import ID_BYTES, unpack_ids
 from engine.scheduler.output import StepOutput
 from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, Drawn, StepPlan

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from engine.protocol.messages import Stats
+from engine.protocol.events import Stats
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, StepPlan, StepResult

@@ -6,16 +6,10 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
+from engine.protocol.events import Finished, Run, Scores, Stats, StepEvents
+from engine.protocol.failed import Failed
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import (
-    Failed,
-    Finished,
-    Run,
-    Scores,
-    Stats,
-    StepEvents,
-    pack_ids,
-)
+from engine.protocol.token_ids import pack_ids
 
 
 @dataclass(slots=True)
@@ -73,9 +67,7 @@ class StepOutput:
 
     def failed(self, client: Hashable, request: int, error: EngineError) -> None:
         """The terminal event of a request that was not served."""
-        self._of(client).failed.append(
-            Failed(request, error.code, error.message, error.param, error.retry_after)
-        )
+        self._of(client).failed.append(Failed.of(request, error))
 
     def take(self, stats: Stats, listeners: Iterable[Hashable]) -> dict[Hashable, StepEvents]:
         """All events since the last call; every listener gets at least the stats."""

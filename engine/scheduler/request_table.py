@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterable
 from engine.cache.state_manager import StateCacheManager
 from engine.deadlines import Deadlines
 from engine.errors import EngineError
-from engine.protocol.messages import Finished, FinishReason
+from engine.protocol.events import Finished
+from engine.protocol.requests import FinishReason
 from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
 from engine.scheduler.output import StepOutput
 from engine.scheduler.request_queue import RequestQueue

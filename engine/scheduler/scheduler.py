@@ -22,15 +22,10 @@ import msgspec
 
 from engine.cache.state_manager import StateCacheManager
 from engine.errors import EngineError, StateNotFound
+from engine.protocol.events import Run, Scores, Stats, StepEvents
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import (
-    Request,
-    Run,
-    Scores,
-    Stats,
-    StepEvents,
-    pack_ids,
-)
+from engine.protocol.requests import Request
+from engine.protocol.token_ids import pack_ids
 from engine.protocol.validation import check_request
 from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
 from engine.scheduler.prefill_budget import Intake, PrefillBudget

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import Grammar
+from engine.protocol.sampling_params import Grammar
 from engine.structured_output.schema_checks import can_spell, dead_end, has_all_bytes, prepared
 from engine.tokenizer_layout import mid_sentence
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, InvalidRequest
-from engine.protocol.messages import Grammar, SamplingParams
+from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.structured_output.compiler import TextTokens, compile_grammar, load_tokens
 from engine.structured_output.masks import MaskCost
 

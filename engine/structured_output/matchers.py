@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.messages import Grammar, SamplingParams
-from engine.protocol.sampling_params import endings, stop_ids
+from engine.protocol.sampling_params import Grammar, SamplingParams, endings, stop_ids
 from engine.structured_output.compiler import is_full, reason
 from engine.structured_output.grammar_cache import GrammarCache, Original
 from engine.structured_output.masks import SLOW_SECONDS, MaskThreads

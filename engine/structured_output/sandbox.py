@@ -2,7 +2,7 @@
 engine.structured_output.sandbox FOLDER VOCAB_SIZE SECONDS BYTES`.
 
 Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
-first) and a msgpack value: messages.Grammar, and null or a text that says what is wrong. A grammar
+first) and a msgpack value: a Grammar, and null or a text that says what is wrong. A grammar
 that takes more than SECONDS of processor time or more than BYTES of memory ends the process, by
 SIGPROF or SIGABRT; whoever started it starts another one.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import Grammar
+from engine.protocol.sampling_params import Grammar
 
 if TYPE_CHECKING:  # whoever starts the process needs `frame` alone
     from engine.structured_output.compiler import TextTokens

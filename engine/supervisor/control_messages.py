@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.errors import BY_CODE, EngineError
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 
 
 class Problem(msgspec.Struct, frozen=True, array_like=True):

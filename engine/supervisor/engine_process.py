@@ -13,7 +13,8 @@ from engine.client.client import EngineClient
 from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, EngineLoading, EngineUnavailable
-from engine.protocol.messages import Gone, ModelInfo
+from engine.protocol.events import ModelInfo
+from engine.protocol.requests import Gone
 from engine.supervisor.control_messages import EngineEndpoint
 
 log = logging.getLogger(__name__)

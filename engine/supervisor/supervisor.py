@@ -26,7 +26,7 @@ from engine.errors import (
     EngineLoading,
     ReloadUnderWay,
 )
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor.api_registry import ApiRegistry, MemberPipe
 from engine.supervisor.control_messages import Down, Problem, Serve
 from engine.supervisor.engine_process import EngineProcess, RestartPolicy

@@ -21,7 +21,7 @@ from engine.client.prefix_affinity import PrefixAffinity
 from engine.client.router import EngineRouter
 from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor.channel import Pipe, SocketPipe, memory_pipe
 from engine.supervisor.control_messages import (
     Collect,

@@ -21,7 +21,10 @@ import uvicorn
 from engine.client.socket_transport import ProcessTransport
 from engine.config import EngineConfig
 from engine.models.loader import resolve
-from engine.protocol.messages import Finished, Ready, Request, SamplingParams, StepEvents, pack_ids
+from engine.protocol.events import Finished, Ready, StepEvents
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from service.text.tokenizer import Tokenizer
 
 ENGINE = "loadtest.frontend.mock:load"

@@ -16,19 +16,11 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.models.loader import resolve
+from engine.protocol.events import Finished, ModelInfo, Stats, StepEvents, Timing
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.messages import (
-    Finished,
-    FinishReason,
-    ModelInfo,
-    Request,
-    StateCall,
-    StateReply,
-    Stats,
-    StepEvents,
-    Timing,
-    pack_ids,
-)
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.state_calls import StateCall, StateReply
+from engine.protocol.token_ids import pack_ids
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board

@@ -7,7 +7,7 @@ import base64
 import time
 from typing import Any
 
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 from loadtest.report import percentile
 from loadtest.state.asker import Asker, Texts
 from service.http.json_response import encode

@@ -13,7 +13,7 @@ from typing import Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.protocol import messages
+from engine.protocol import requests
 from service import playground, reference
 from service.http.errors import ApiError, respond
 from service.http.scope import KEY_NAME, LEAST_PRIORITY, header
@@ -112,7 +112,7 @@ class ApiKeyAuth:
             except ApiError as error:
                 return await respond(scope, error)(scope, receive, send)
             scope[KEY_NAME] = None if key is None else key.name
-            scope[LEAST_PRIORITY] = messages.LEAST_PRIORITY if key is None else key.least_priority
+            scope[LEAST_PRIORITY] = requests.LEAST_PRIORITY if key is None else key.least_priority
         await self.app(scope, receive, send)
 
 

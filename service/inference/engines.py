@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.client.client import EngineClient
 from engine.errors import EngineDead, EngineError, EngineLoading, Refused
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Serving
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.client.client import Update
 from engine.errors import EngineError
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from service.http.json_response import TOKENS_AT_ONCE
 from service.inference.event_template import Template
 from service.inference.inference_request import InferenceRequest
@@ -33,7 +33,7 @@ class GenerationTask(msgspec.Struct, frozen=True):
     """One prompt, and what to do with it."""
 
     prompt: array[int]
-    packed: bytes  # the prompt as messages.pack_ids gives it; samples of one prompt share both
+    packed: bytes  # the prompt as token_ids.pack_ids gives it; samples of one prompt share both
     params: SamplingParams
     stop: StopStrings | None
     timeout: float

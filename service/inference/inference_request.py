@@ -13,7 +13,8 @@ from typing import Any
 from engine.client.client import EngineClient, RequestStream, StreamInbox, Update
 from engine.client.interface import EngineBackend
 from engine.errors import Draining, EngineError, ReaderBehind
-from engine.protocol.messages import FinishReason, Request, StateAction, StateInfo, StateReply
+from engine.protocol.requests import FinishReason, Request
+from engine.protocol.state_calls import StateAction, StateInfo, StateReply
 from service.http.connection import Writer
 from service.inference.admission_control import AdmissionControl
 from service.observability.metrics import Metrics
@@ -210,7 +211,7 @@ class InferenceRequest:
     ) -> None:
         """Makes a request, for which a place is reserved: `prompt` packed, `interval` as of a
         RequestStream, `timeout` in seconds from the arrival, `grammar_field` that by which the
-        client asked for its grammar, `fields` the others of messages.Request but `owner`. Raises
+        client asked for its grammar, `fields` the others of requests.Request but `owner`. Raises
         EngineUnavailable, Draining."""
         if self._cut:
             raise Draining("the server shut down before the request was read")

@@ -17,7 +17,7 @@ from fastapi import Request
 
 from engine.client.client import EngineClient
 from engine.errors import Draining, EngineDead, EngineError, EngineLoading
-from engine.protocol.messages import Stats
+from engine.protocol.events import Stats
 from engine.supervisor.supervisor_client import NoEngine, Restarting, Serving, Stop
 from service.inference.engines import Engines
 from service.inference.inference_request import InferenceRequest

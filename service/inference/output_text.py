@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from engine.client.client import Update
+from engine.protocol.events import Finished
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
-from engine.protocol.messages import Finished, FinishReason
+from engine.protocol.requests import FinishReason
 from service.text.detokenizer import Decoder
 from service.text.stop import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from engine.protocol.messages import ID_BYTES
+from engine.protocol.token_ids import ID_BYTES
 
 LEAST = 16  # tokens of a shared part: fewer are read in the time that another step takes
 MOST_POINTS = 8  # of one prompt, the longest ones

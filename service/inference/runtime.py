@@ -8,7 +8,7 @@ import time
 from fastapi import Request
 
 from engine.client.interface import EngineBackend
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from service.http.scope import RUNTIME
 from service.inference.admission_control import AdmissionControl
 from service.inference.event_template import TokenParts

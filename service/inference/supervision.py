@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import CheckpointError, EngineError
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from service.observability import merge as samples
 from service.settings import Settings

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from engine.errors import BY_CODE
-from engine.protocol.messages import Finished, FinishReason, ModelInfo, Stats, StepEvents
+from engine.protocol.events import Finished, ModelInfo, Stats, StepEvents
+from engine.protocol.requests import FinishReason
 from service.observability.histograms import Counts, HistogramCollector, Tally
 from service.observability.merge import RestartsCollector, Snapshot
 from service.observability.outcomes import OUTCOMES

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Scope
 
 from engine.errors import ConfigError
-from engine.protocol.messages import Finished, SamplingParams
+from engine.protocol.events import Finished
+from engine.protocol.sampling_params import SamplingParams
 from service.http.scope import ERROR_CODE, FLIGHT, OUTCOME, REQUEST_ID, STATUS
 from service.observability.traces import Trace
 

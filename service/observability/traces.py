@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.protocol.messages import Finished, Request
+from engine.protocol.events import Finished
+from engine.protocol.requests import Request
 from service.http.scope import TRACE
 
 logger = logging.getLogger(__name__)

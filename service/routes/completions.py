@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.protocol.messages import ModelInfo, SamplingParams, pack_ids
+from engine.protocol.events import ModelInfo
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, render

@@ -10,7 +10,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from msgspec import structs
 
-from engine.protocol.messages import KeepState, SamplingParams, StateReply, pack_ids
+from engine.protocol.requests import KeepState
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.state_calls import StateReply
+from engine.protocol.token_ids import pack_ids
 from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import JSONResponse

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.protocol.messages import LEAST_PRIORITY, MOST_PRIORITY
+from engine.protocol.requests import LEAST_PRIORITY, MOST_PRIORITY
 
 INT32_MAX = 2**31 - 1
 MOST_BIAS = 100

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from engine.protocol.messages import FinishReason
+from engine.protocol.requests import FinishReason
 from service.schemas.common import (
     ErrorDetail,
     LogitBias,

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from engine.client.client import EngineClient
 from engine.errors import ConfigError, InvalidRequest
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from service.text.stop import StopMatcher, StopStrings
 from service.text.tokenizer import Tokenizer
 

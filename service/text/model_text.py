@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from service.text.chat_template import ChatTemplate
 from service.text.tokenizer import Tokenizer
 

@@ -22,7 +22,9 @@ from tokenizers import Tokenizer, models
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.loader import load_model
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.training.evaluation import carried_loss
 from tests.cli.conftest import TEXT, TINY, Minserve, command, environment
 

@@ -29,9 +29,11 @@ from msgspec import structs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError
+from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_report
-from engine.protocol.messages import ModelInfo, Request, unpack_ids
+from engine.protocol.requests import Request
 from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
+from engine.protocol.token_ids import unpack_ids
 from engine.step_plan import (
     INITIAL,
     Copy,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import Reported

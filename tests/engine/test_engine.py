@@ -11,7 +11,11 @@ import pytest
 
 from engine import engine as engine_module
 from engine.engine import Engine
-from engine.protocol.messages import Failed, Finished, Request, SamplingParams, StepEvents, pack_ids
+from engine.protocol.events import Finished, StepEvents
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities, recite
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

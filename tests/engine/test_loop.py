@@ -10,21 +10,11 @@ import pytest
 from engine import loop as loop_module
 from engine.engine import Engine
 from engine.loop import EngineLoop, Undecodable
-from engine.protocol.messages import (
-    FromEngine,
-    Gone,
-    KeepState,
-    Ping,
-    Request,
-    SamplingParams,
-    Shutdown,
-    StateCall,
-    StateReply,
-    Stats,
-    StepEvents,
-    ToEngine,
-    pack_ids,
-)
+from engine.protocol.events import FromEngine, Stats, StepEvents
+from engine.protocol.requests import Gone, KeepState, Ping, Request, Shutdown, ToEngine
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.state_calls import StateCall, StateReply
+from engine.protocol.token_ids import pack_ids
 from tests.engine.fake import FakeRunner
 
 

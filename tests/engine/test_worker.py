@@ -31,15 +31,10 @@ from engine.errors import (
     InvalidRequest,
     StepFailed,
 )
-from engine.protocol.messages import (
-    FromEngine,
-    Ping,
-    Pong,
-    Ready,
-    Request,
-    SamplingParams,
-    pack_ids,
-)
+from engine.protocol.events import FromEngine, Pong, Ready
+from engine.protocol.requests import Ping, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from tests.engine.fake import recite
 
 ROOT = Path(__file__).resolve().parents[2]

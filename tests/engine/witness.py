@@ -14,16 +14,12 @@ from typing import Any
 
 from engine.config import SCAN_CHUNK
 from engine.engine import Engine
+from engine.protocol.events import Finished, StepEvents
+from engine.protocol.failed import Failed
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import (
-    Failed,
-    Finished,
-    Request,
-    SamplingParams,
-    StepEvents,
-    pack_ids,
-    unpack_ids,
-)
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids, unpack_ids
 from engine.step_plan import StepPlan, StepResult
 from tests.engine.fake import FakeClock, FakeRunner, log_probabilities
 

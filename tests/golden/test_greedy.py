@@ -10,7 +10,10 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 
 GOLDEN = json.loads((Path(__file__).parent / "greedy.json").read_text(encoding="utf-8"))
 LEAST_MARGIN = 0.01  # nats between the two best tokens

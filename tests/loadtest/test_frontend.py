@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
 from loadtest.frontend.command import main

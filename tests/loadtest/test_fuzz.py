@@ -13,7 +13,7 @@ import pytest
 from engine.cache.storage import snapshot
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from loadtest.fuzz.command import main
 from loadtest.fuzz.mutations import Mutator

@@ -9,7 +9,9 @@ from time import process_time
 
 import pytest
 
-from engine.protocol.messages import Finished, Request, Shutdown, Stats, StepEvents, pack_ids
+from engine.protocol.events import Finished, Stats, StepEvents
+from engine.protocol.requests import Request, Shutdown
+from engine.protocol.token_ids import pack_ids
 from loadtest import slow_host
 from loadtest.host import (
     POST,

@@ -14,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models import loader as checkpoint
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import ModelRunner
 from engine.step_plan import StepPlan, StepResult

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops import sampling as draw
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling import random_streams as distribution
 from tests.ops import torch_draws
 

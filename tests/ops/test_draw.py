@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import sampling as draw
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
 from tests.ops.helpers import DEVICES, int32, same_bits
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import PARAMETERS, Rows, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
 
@@ -194,7 +194,7 @@ def test_threads_change_nothing(threads: None) -> None:
 
 _WEIGHTS = """
 import torch
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import rows_of
 rows = rows_of([SamplingParams(temperature=0.8, top_p=0.99, seed=9)] * 64, positions=range(64))
 generator = torch.Generator().manual_seed(4)

@@ -18,7 +18,7 @@ from engine.ops.gemm import (
     linear_map,
     linear_map_reference,
 )
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import Rows, rows_of
 from tests.ops.helpers import exact
 from tests.ops.test_linear_maps import close, on_gpu

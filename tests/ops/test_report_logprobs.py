@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.protocol.logprobs import words_of_report
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import STEPS, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
 from tests.ops.test_target_logprobs import with_ties

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.cache.storage.snapshot import MOST_HEADER, StateLayout
 from engine.errors import StateMalformed
-from engine.protocol.messages import ID_BYTES, unpack_ids
+from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 FORMAT = "minserve.prefix.1"
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.config import SCAN_CHUNK
 from engine.errors import StateMalformed, StateMismatch
-from engine.protocol.messages import ID_BYTES, unpack_ids
+from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 FORMAT = "minserve.state.2"
 FORMER = "minserve.state.1"  # without a digest

@@ -8,8 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol.messages import SamplingParams
-from engine.protocol.sampling_params import MOST_STOP_IDS, is_greedy, is_plain, stop_ids, top_of
+from engine.protocol.sampling_params import (
+    MOST_STOP_IDS,
+    SamplingParams,
+    is_greedy,
+    is_plain,
+    stop_ids,
+    top_of,
+)
 from engine.runner.sampling import random_streams
 from engine.runner.sampling.batch_rows import HostColumns
 from engine.step_plan import Admission

@@ -17,8 +17,8 @@ from torch import Tensor
 from engine import ops
 from engine.ops.logits_processors import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
 from engine.ops.upload import to_device
-from engine.protocol.messages import SamplingParams, unpack_ids
-from engine.protocol.sampling_params import endings, has_penalties, is_adjusted
+from engine.protocol.sampling_params import SamplingParams, endings, has_penalties, is_adjusted
+from engine.protocol.token_ids import unpack_ids
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)
@@ -108,7 +108,7 @@ class LogitsProcessors:
         return _Asked(packed, counts, there)
 
     def _count(self, prompt: bytes) -> Tensor:
-        """Counts a prompt (messages.pack_ids)."""
+        """Counts a prompt (token_ids.pack_ids)."""
         if not self._free:
             shape = _ROWS, self._vocab_size
             self._free += torch.zeros(shape, dtype=torch.int32, device=self._device).unbind()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from service.http.errors import invalid
 from service.inference.inputs.sampling import end_of_text, read_prompt
 from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer

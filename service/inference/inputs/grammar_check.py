@@ -24,7 +24,8 @@ from fastapi import Request
 from starlette.types import Receive, Scope
 
 from engine.errors import EngineError
-from engine.protocol.messages import Grammar, ModelInfo
+from engine.protocol.events import ModelInfo
+from engine.protocol.sampling_params import Grammar
 from engine.structured_output.sandbox import LENGTH_BYTES, frame
 from engine.subprocesses import module_environment
 from service.http.disconnect import unless_client_leaves

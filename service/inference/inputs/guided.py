@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from pydantic_core import to_json
 
-from engine.protocol.messages import Grammar, GrammarKind, SamplingParams
+from engine.protocol.sampling_params import Grammar, GrammarKind, SamplingParams
 from service.http.errors import invalid
 from service.inference.inputs.grammar_check import RequestCheck
 from service.inference.runtime import Runtime

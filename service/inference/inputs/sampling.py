@@ -14,7 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import MOST_PRIORITY, ModelInfo, SamplingParams
+from engine.protocol.events import ModelInfo
+from engine.protocol.requests import MOST_PRIORITY
+from engine.protocol.sampling_params import SamplingParams
 from service.http.errors import ApiError, invalid
 from service.inference.inputs.states import StateUse
 from service.schemas.chat import ChatMessage, TemplateFields

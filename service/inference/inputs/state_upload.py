@@ -11,7 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from engine.errors import Draining, EngineError, TimedOut
-from engine.protocol.messages import Finished, KeepState, SamplingParams, StateInfo, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.requests import KeepState
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.state_calls import StateInfo
+from engine.protocol.token_ids import pack_ids
 from service.http.errors import invalid
 from service.http.upload import Upload
 from service.inference.inference_request import InferenceRequest

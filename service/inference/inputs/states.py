@@ -16,7 +16,9 @@ from typing import Any
 
 from engine.config import MOST_TTL
 from engine.errors import StateError, StateNotFound
-from engine.protocol.messages import Finished, KeepState, StateInfo
+from engine.protocol.events import Finished
+from engine.protocol.requests import KeepState
+from engine.protocol.state_calls import StateInfo
 from service.http.errors import invalid
 from service.inference.inference_request import InferenceRequest
 from service.inference.runtime import Runtime
@@ -57,7 +59,7 @@ class StateUse:
         return self.source, self.cache_salt
 
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:
-        """Those of messages.Request; `points` where the client named none."""
+        """Those of requests.Request; `points` where the client named none."""
         told: dict[str, Any] = {"cache_salt": self.cache_salt}
         if self.source:
             told |= {"state": self.source, "state_optional": self.optional}

@@ -20,7 +20,10 @@ from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateMalformed
-from engine.protocol.messages import Finished, KeepState, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.requests import KeepState, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from tests.engine.cache.test_named_states import Talk, text
 from tests.engine.cache.test_radix_tree import nodes_of

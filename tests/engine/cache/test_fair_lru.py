@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from engine.cache.fair_lru import FairLru, Weights
-from engine.protocol.messages import KeepState
+from engine.protocol.requests import KeepState
 from tests.engine.cache.test_named_states import Finished, Talk, code, text
 
 

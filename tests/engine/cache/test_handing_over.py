@@ -7,7 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from engine.engine import Engine
-from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.step_plan import StepPlan, StepResult
 from tests.engine.fake import FakeRunner, recite
 

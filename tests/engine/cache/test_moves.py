@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.protocol.messages import Request
+from engine.protocol.requests import Request
 from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
 from engine.step_plan import INITIAL, Admission, Copy, Load, Store

@@ -14,18 +14,12 @@ from engine.client.client import EngineClient
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
 from engine.inline import InlineTransport
-from engine.protocol.messages import (
-    Failed,
-    Finished,
-    KeepState,
-    Request,
-    SamplingParams,
-    StateAction,
-    StateCall,
-    StateReply,
-    pack_ids,
-)
-from engine.protocol.sampling_params import MOST_STOP_IDS
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import KeepState, Request
+from engine.protocol.sampling_params import MOST_STOP_IDS, SamplingParams
+from engine.protocol.state_calls import StateAction, StateCall, StateReply
+from engine.protocol.token_ids import pack_ids
 from engine.sequence import Sequence
 from tests.engine.fake import FakeRunner
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.cache.storage.file_store import StateFileStore
-from engine.protocol.messages import Failed, Finished, KeepState
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import KeepState
 from tests.engine.cache.storage.test_named_state_file import files
 from tests.engine.cache.test_named_states import Talk
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.radix_tree import RadixNode, RadixTree
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 
 Texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=12)
 

@@ -16,7 +16,8 @@ import pytest
 from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.folder_lock import FolderLock
 from engine.cache.storage.state_folder import PREFIX_FOLDER
-from engine.protocol.messages import Finished, KeepState
+from engine.protocol.events import Finished
+from engine.protocol.requests import KeepState
 from tests.engine.cache.test_disk_tier import cached, prompt, settle, start
 from tests.engine.cache.test_named_states import Talk, code, text
 

@@ -37,18 +37,13 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
-from engine.protocol.messages import (
-    Failed,
-    Finished,
-    KeepState,
-    Request,
-    SamplingParams,
-    StateCall,
-    StateInfo,
-    StateReply,
-    pack_ids,
-)
+from engine.protocol.requests import KeepState, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.state_calls import StateCall, StateInfo, StateReply
+from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from engine.step_plan import Copy, StepPlan
 from tests.engine.cache.test_radix_tree import nodes_of

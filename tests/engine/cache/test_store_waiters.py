@@ -15,7 +15,10 @@ import pytest
 
 from engine.cache.storage import file_store as shelf
 from engine.cache.storage.file_store import TEMPORARY
-from engine.protocol.messages import Failed, Finished, KeepState, StateCall, StateReply
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import KeepState
+from engine.protocol.state_calls import StateCall, StateReply
 from tests.engine.cache.storage.test_named_state_file import after, files
 from tests.engine.cache.test_named_states import Talk, code, text
 from tests.engine.cache.test_shared_folder import beside, listed, turn

@@ -24,24 +24,22 @@ from engine.errors import (
     StepFailed,
 )
 from engine.inline import InlineTransport
-from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import (
-    Failed,
+from engine.protocol.events import (
     Finished,
     FromEngine,
     LoadFailed,
-    Ping,
     Pong,
     Ready,
-    Request,
     Run,
-    SamplingParams,
     Scores,
     Stats,
     StepEvents,
-    ToEngine,
-    pack_ids,
 )
+from engine.protocol.failed import Failed
+from engine.protocol.logprobs import TokenLogprobs
+from engine.protocol.requests import Ping, Request, ToEngine
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from tests.engine.fake import FakeRunner, log_probabilities, recite
 from tests.reports import packed
 

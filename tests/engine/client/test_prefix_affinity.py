@@ -9,7 +9,7 @@ from engine.client.prefix_affinity import (
     PrefixAffinity,
     prefix_hashes,
 )
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 
 
 def prompt(*blocks: int, rest: int = 0) -> bytes:

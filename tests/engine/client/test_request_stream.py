@@ -11,8 +11,11 @@ from engine.client import request_stream
 from engine.client.client import RequestStream, StreamInbox
 from engine.client.request_stream import MOST_TAKEN, FlushTimer
 from engine.errors import StepFailed
+from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 
 FINISHED = Finished(0, "length", 1, 0, 9)
 

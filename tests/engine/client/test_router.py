@@ -15,8 +15,11 @@ from engine.client.router import EngineRouter
 from engine.engine import Engine
 from engine.errors import EngineDead, EngineLoading, EngineUnavailable, StateBusy, StateNotFound
 from engine.inline import InlineTransport
-from engine.protocol.messages import Finished, KeepState, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
 from engine.protocol.placement import engine_of_state
+from engine.protocol.requests import KeepState, Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from tests.engine.fake import FakeRunner, recite
 
 ASK = {"timeout": 10.0, "owner": "alice"}

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.protocol.validation import check_request
 
 

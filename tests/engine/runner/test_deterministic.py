@@ -20,8 +20,11 @@ from engine.errors import ConfigError, EngineError
 from engine.models.backends.selector import select_backend
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
+from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from engine.step_plan import StepPlan
 

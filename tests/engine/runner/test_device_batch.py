@@ -17,17 +17,18 @@ from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
 from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, TokenLogprobs
-from engine.protocol.messages import (
-    Failed,
-    Finished,
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import (
+    MOST_STOP_IDS,
     Grammar,
-    Request,
     SamplingParams,
-    pack_ids,
-    unpack_ids,
+    is_adjusted,
+    is_plain,
 )
-from engine.protocol.sampling_params import MOST_STOP_IDS, is_adjusted, is_plain
+from engine.protocol.token_ids import pack_ids, unpack_ids
 from engine.runner import cuda_graphs
 from engine.runner.cuda_graphs import buckets
 from engine.runner.model_runner import ModelRunner

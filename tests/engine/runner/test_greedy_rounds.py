@@ -16,7 +16,7 @@ from engine.models.backends.selector import ModelBackend
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState, StepToBests
-from engine.protocol.messages import Request
+from engine.protocol.requests import Request
 from engine.runner import device_batch as decoding
 from engine.runner.model_runner import ModelRunner
 from engine.runner.sampling.batch_rows import SamplingRows, sample_rows

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.runner.guided_decoding import GuidedSampler, GuidedStep
 from engine.runner.sampling.sampler import Rows, SampleStep
 from tests.engine.runner.sampling.test_sampler import EOS, VOCAB, random_logits

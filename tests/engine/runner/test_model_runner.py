@@ -20,7 +20,9 @@ from engine.models.backends.cpu import CpuBackend
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.lm import LM
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Request, SamplingParams, pack_ids, unpack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids, unpack_ids
 from engine.runner import prompt_logprobs as scoring
 from engine.runner import state_pool as state
 from engine.runner.cuda_graphs import buckets

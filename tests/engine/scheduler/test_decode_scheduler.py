@@ -15,15 +15,10 @@ import pytest
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.engine import Engine
-from engine.protocol.messages import (
-    Finished,
-    Request,
-    SamplingParams,
-    StepEvents,
-    pack_ids,
-    unpack_ids,
-)
-from engine.protocol.sampling_params import MOST_STOP_IDS
+from engine.protocol.events import Finished, StepEvents
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import MOST_STOP_IDS, SamplingParams
+from engine.protocol.token_ids import pack_ids, unpack_ids
 from engine.scheduler.decode_batch import DecodeBatch
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence

@@ -7,7 +7,11 @@ from collections import Counter
 import pytest
 
 from engine.config import SCAN_CHUNK
-from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.scheduler.prefill_budget import PrefillBudget
 from engine.sequence import Sequence
 from tests.engine.witness import Witness

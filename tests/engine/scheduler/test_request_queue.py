@@ -14,7 +14,9 @@ from engine.cache.tiered_store import CachedState
 from engine.config import QUEUE_PART, has_room, most_of_one
 from engine.deadlines import Deadlines
 from engine.lazy_heap import SPARE, LazyHeap
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.scheduler.request_queue import (
     MEMORY_SECONDS,
     OTHERS_TURN,

@@ -12,7 +12,11 @@ import pytest
 from engine.cache.prefix_cache import FEW_TOKENS
 from engine.config import SCAN_CHUNK
 from engine.errors import StepFailed
-from engine.protocol.messages import Failed, Finished, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.scheduler.scheduler import Scheduler
 from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Sampled, StepPlan, StepResult

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import normalizers
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import Grammar, GrammarKind
+from engine.protocol.sampling_params import Grammar, GrammarKind
 from engine.structured_output.compiler import (
     TextTokens,
     check_grammar,

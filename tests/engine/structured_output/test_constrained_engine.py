@@ -16,7 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import Grammar, SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.structured_output import grammar_cache as grammars_module
 from engine.structured_output.compiler import compile_grammar
 from tests.engine.fake import FakeClock, FakeRunner, recite

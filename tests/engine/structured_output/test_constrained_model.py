@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.protocol.messages import Failed, Finished, Grammar, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.failed import Failed
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import Grammar, SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.structured_output import matchers as constraints
 from engine.structured_output.masks import MaskThreads
 from tests.engine.test_engine import serve

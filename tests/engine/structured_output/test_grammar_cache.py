@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineError, InvalidRequest
-from engine.protocol.messages import Grammar, SamplingParams
+from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.structured_output import grammar_cache as module
 from engine.structured_output.grammar_cache import GrammarCache
 from tests.engine.texts import save_bytes
@@ -217,7 +217,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from engine.structured_output.grammar_cache import GrammarCache
-from engine.protocol.messages import Grammar
+from engine.protocol.sampling_params import Grammar
 grammars = GrammarCache(Path(sys.argv[1]), 257)
 for n in range(5000):
     grammars.ask(Grammar("regex", f"(a|b|c){{{n + 100}}}x*"))

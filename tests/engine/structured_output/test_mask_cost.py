@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.engine import Engine
-from engine.protocol.messages import Grammar, SamplingParams
+from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.structured_output import masks as mask_cost
 from engine.structured_output import matchers as constraints_module
 from engine.structured_output.grammar_cache import GrammarCache

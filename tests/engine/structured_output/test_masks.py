@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.sampler import Allowed
 from tests.engine.runner.sampling.test_sampler import (

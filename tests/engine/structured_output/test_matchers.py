@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.protocol.messages import Grammar, SamplingParams
+from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.structured_output import compiler as grammar_module
 from engine.structured_output import matchers as module
 from engine.structured_output.grammar_cache import GrammarCache

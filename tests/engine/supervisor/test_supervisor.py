@@ -20,7 +20,7 @@ from engine.errors import (
     EngineLoading,
     ReloadUnderWay,
 )
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor import api_process_pool as member_processes
 from engine.supervisor import supervisor as supervisor_module
 from engine.supervisor.api_process_pool import ApiProcessPool, Command

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from engine.client.client import RequestStream, StreamInbox, Update
 from engine.errors import EngineDead
-from engine.protocol.messages import Finished, Request, SamplingParams, pack_ids
+from engine.protocol.events import Finished
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.training.tokenizer import byte_level_tokenizer
 from service.http.json_response import DONE, event
 from service.inference.event_template import HOLE, Template, TokenParts

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from engine.errors import EngineError
-from engine.protocol.messages import Grammar, ModelInfo
+from engine.protocol.events import ModelInfo
+from engine.protocol.sampling_params import Grammar
 from engine.structured_output.sandbox import frame
 from service.inference.inputs import grammar_check as grammars
 from service.inference.inputs.grammar_check import GrammarCheck

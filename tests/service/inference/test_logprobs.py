@@ -9,8 +9,9 @@ import pytest
 
 from engine.client.client import Update
 from engine.models.loader import resolve
+from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.messages import Finished, pack_ids
+from engine.protocol.token_ids import pack_ids
 from service.inference.generation import Outcome
 from service.inference.logprobs import LEAST_LOGPROB, LogprobArrays
 from service.inference.output_text import OutputText, Piece

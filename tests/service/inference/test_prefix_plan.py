@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 from service.inference.prefix_plan import LEAST, MOST_POINTS, junctions
 from tests.service.harness import Service, fake_runner, running
 

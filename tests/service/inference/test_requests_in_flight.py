@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.client.client import EngineClient
-from engine.protocol.messages import StateAction, StateReply
+from engine.protocol.state_calls import StateAction, StateReply
 from service.inference.inference_request import RequestsInFlight
 from tests.service.harness import fake_runner, running, until
 from tests.service.inference.test_lifecycle import GENERATE, Connection

@@ -15,7 +15,7 @@ from engine.client.client import EngineClient
 from engine.client.router import EngineRouter
 from engine.engine import Engine
 from engine.inline import InlineTransport
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.protocol.placement import engine_of_state
 from engine.supervisor.supervisor_client import Event, Serving
 from service.app.app import create_app

@@ -15,7 +15,7 @@ from engine.client.client import EngineClient
 from engine.engine import Engine
 from engine.errors import EngineDead
 from engine.inline import InlineTransport
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Restarting, Serving
 from service.app.app import create_app
 from service.settings import Settings

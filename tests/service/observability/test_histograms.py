@@ -9,7 +9,7 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from engine.protocol.messages import Stats
+from engine.protocol.events import Stats
 from service.observability.histograms import MOST_SEEN, Counts, HistogramCollector
 from service.observability.metrics import Metrics
 from tests.service.observability.test_samples import values

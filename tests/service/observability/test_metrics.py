@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from engine.errors import BY_CODE
-from engine.protocol.messages import Stats
+from engine.protocol.events import Stats
 from service.observability.metrics import SECONDS, STEP_SECONDS, Metrics
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.inference.test_lifecycle import LONG, Connection

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from engine.protocol.messages import Request
+from engine.protocol.requests import Request
 from service.inference.logprobs import LogprobArrays
 from tests.reports import log32
 from tests.service.harness import Service, fake_runner, running, usage_of

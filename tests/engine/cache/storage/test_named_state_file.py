@@ -15,7 +15,9 @@ import pytest
 from engine.cache.storage import file_store as shelf
 from engine.cache.storage import snapshot
 from engine.cache.storage.file_store import SUFFIX, TEMPORARY, StateFileStore
-from engine.protocol.messages import Failed, KeepState, StateCall
+from engine.protocol.failed import Failed
+from engine.protocol.requests import KeepState
+from engine.protocol.state_calls import StateCall
 from loadtest.fuzz.snapshots import without_digest
 from tests.engine.cache.test_named_states import Talk, code, text
 

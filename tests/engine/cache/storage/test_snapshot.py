@@ -17,7 +17,7 @@ from safetensors.numpy import load
 
 from engine.cache.storage.snapshot import MOST_TAIL, Snapshot, StateLayout, read, write
 from engine.errors import EngineError, StateMalformed, StateMismatch
-from engine.protocol.messages import pack_ids
+from engine.protocol.token_ids import pack_ids
 
 SHAPES = [
     StateLayout("one", 50, (2, 6), None),

@@ -7,7 +7,9 @@ import random
 import numpy as np
 import torch
 
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import FILLED_WORDS, HostColumns, host_columns
 from engine.step_plan import Admission

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.protocol.messages import Request, SamplingParams, pack_ids
+from engine.protocol.requests import Request
+from engine.protocol.sampling_params import SamplingParams
+from engine.protocol.token_ids import pack_ids
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.step_plan import Admission
 

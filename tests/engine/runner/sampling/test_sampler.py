@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import sample_
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling.random_streams import stream_ids
 from tests.engine.sampling import Sampling
 from tests.ops.torch_draws import uniform
