@@ -31,28 +31,6 @@ MOST_TTL = 1e9  # seconds that a kept state may be asked to stay
 
 MOST_EOS_IDS = 128  # tokens that end a text of one model
 
-QUEUE_PART = 3
-
-
-def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
-    """Whether a queue of `most` places, of which `taken` are taken, `own` of them by `owner`, may
-    take in `more` of that owner.
-
-    One owner holds at most QUEUE_PART times what stays free: three quarters alone, three sevenths
-    beside another one; so there is always room for who has none, and none is set apart for nobody.
-    The last place is for those with nothing in the queue. Requests without an owner ("") share all
-    of it.
-    """
-    left = most - taken - more
-    return left >= 0 and (not owner or own + more <= max(QUEUE_PART * left, 1))
-
-
-def most_of_one(most: int, owner: str) -> int:
-    """How many places of an empty queue of `most` `has_room` gives to `owner`."""
-    if not owner or most == 0:
-        return most
-    return max(QUEUE_PART * most // (1 + QUEUE_PART), 1)
-
 
 def _check(condition: bool, field: str, value: object, allowed: str) -> None:
     if not condition:

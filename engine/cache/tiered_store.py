@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from engine.cache.fair_lru import FairLru, Weights
-from engine.config import has_room
+from engine.protocol.queue_policy import has_room
 from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Copy, Load
 

@@ -1,10 +1,55 @@
-"""Queued: requests that have no slot yet, by owner. The engine counts all of them (`QueueCounts`),
-an API process its own, as far as the engine has told (`Queued`)."""
+"""The admission policy: how much of a bounded queue one owner may hold, and who waits in it.
+
+Both sides of the process boundary follow it. The engine counts all requests that have no slot yet
+(`QueueCounts`), an API process its own, as far as the engine has told (`Queued`). The engine's word
+is the last one. A place may be one request, one prompt token or one row of cached state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from engine.errors import QueueFull, ShareFull
+
+QUEUE_PART = 3  # an owner may hold so many times what its request would leave free
+
+
+def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
+    """Whether an owner's next request fits in a queue.
+
+    One owner holds at most QUEUE_PART times what stays free: three quarters alone, three sevenths
+    beside another one. So there is always room for an owner that has nothing in the queue, and no
+    place is reserved for an owner that never comes. The last place is for those with nothing in the
+    queue. Requests without an owner ("") share all of it.
+
+    Args:
+        taken: places taken by all owners.
+        own: those of them that `owner` has.
+        more: places that the request needs.
+        most: places of the whole queue.
+        owner: whose request it is; "" for nobody's.
+    """
+    left = most - taken - more
+    return left >= 0 and (not owner or own + more <= max(QUEUE_PART * left, 1))
+
+
+def most_of_one(most: int, owner: str) -> int:
+    """How many places of an empty queue of `most` places `has_room` gives to `owner`."""
+    if not owner or most == 0:
+        return most
+    return max(QUEUE_PART * most // (1 + QUEUE_PART), 1)
+
+
+def refusal(*, taken: int, own: int, more: int, most: int, owner: str) -> type[QueueFull] | None:
+    """Why an owner's next request does not fit in a queue; arguments as in `has_room`.
+
+    Returns None where it fits, QueueFull where the queue as a whole has too few places left, and
+    ShareFull where it has enough, but the rest is kept for other owners.
+    """
+    if has_room(taken=taken, own=own, more=more, most=most, owner=owner):
+        return None
+    return QueueFull if taken + more > most else ShareFull
 
 
 class QueueCounts:

@@ -23,10 +23,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from engine.config import has_room
 from engine.errors import QueueFull, ShareFull
 from engine.lazy_heap import LazyHeap
-from engine.protocol.queue_policy import QueueCounts
+from engine.protocol.queue_policy import QueueCounts, refusal
 from engine.sequence import Sequence
 
 OTHERS_TURN = 8
@@ -257,25 +256,30 @@ class RequestQueue:
         return self._queued.of(owner)
 
     def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
-        """Why an owner's next request may not wait, or None. `free` of those that wait are as good
-        as running, since there are slots for them."""
+        """Why an owner's next request may not be enqueued, or None.
+
+        Args:
+            owner: whose request it is; "" for nobody's.
+            prompt_tokens: of the request.
+            free: slots that are free. So many of the waiting requests count as running.
+            now: seconds; the error's `retry_after` is reckoned from it.
+        """
         taken = self._queued.requests - free
         if taken < 0:
             return None
         own, own_tokens = self.of(owner)
-        own, most = min(own, taken), self._most
-        if not has_room(taken=taken, own=own, more=1, most=most, owner=owner):
-            if taken >= most:
-                return self._refuse(QueueFull, f"{len(self)} requests are waiting already", now)
-            return self._refuse(ShareFull, f"{own} requests of this key are waiting already", now)
-        tokens, most, more = self.tokens, self._most_tokens, prompt_tokens
-        # The first that waits may have any length.
-        if tokens and not has_room(taken=tokens, own=own_tokens, more=more, most=most, owner=owner):
-            if tokens + more > most:
-                return self._refuse(QueueFull, f"{tokens} prompt tokens are waiting already", now)
-            reason = f"{own_tokens} prompt tokens of this key are waiting already"
-            return self._refuse(ShareFull, reason, now)
-        return None
+        own = min(own, taken)
+        kind = refusal(taken=taken, own=own, more=1, most=self._most, owner=owner)
+        if kind is not None:
+            reason = _is_waiting("requests", len(self), own, kind)
+            return self._refuse(kind, reason, now)
+        tokens, most = self.tokens, self._most_tokens
+        if not tokens:  # the first that waits may have any length
+            return None
+        kind = refusal(taken=tokens, own=own_tokens, more=prompt_tokens, most=most, owner=owner)
+        if kind is None:
+            return None
+        return self._refuse(kind, _is_waiting("prompt tokens", tokens, own_tokens, kind), now)
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Puts a new arrival at the end of its owner's line."""
@@ -409,3 +413,10 @@ class RequestQueue:
     def _tidy(self, level: _PriorityLevel, priority: int) -> None:
         if not level.waiting and not level.running:
             del self._levels[priority]
+
+
+def _is_waiting(what: str, all: int, own: int, kind: type[QueueFull]) -> str:
+    """Of what there is too much already: all owners' or, where `kind` says so, this one's."""
+    if kind is ShareFull:
+        return f"{own} {what} of this key are waiting already"
+    return f"{all} {what} are waiting already"

@@ -1,10 +1,10 @@
 """AdmissionControl: how many more requests the engines can hold, all in all and of one owner.
 
 An engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
-room for others (engine.config.has_room); several are looked at as one. What one HTTP request asks
-for is taken whole or refused whole: its places are spoken for before its prompts are tokenised, so
-that nobody else takes them meanwhile. With several API processes the others are seen as of the
-latest message; an engine's own bound stays the last word.
+room for others (engine.protocol.queue_policy). Several engines are looked at as one. What one HTTP
+request asks for is taken whole or refused whole: its places are reserved before its prompts are
+tokenised, so that nobody else takes them meanwhile. With several API processes the others are seen
+as of the latest message; an engine's own bound stays the last word.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 
 from engine.client.interface import EngineBackend
-from engine.config import QUEUE_PART, has_room, most_of_one
-from engine.errors import QueueFull, ShareFull
+from engine.errors import QueueFull
+from engine.protocol.queue_policy import QUEUE_PART, most_of_one, refusal
 from service.http.errors import ApiError
 
 LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
@@ -58,9 +58,9 @@ class AdmissionControl:
         queued = max(taken - slots, 0)
         own = min(self._backend.queued.of(owner)[0] + self._reserved.get(owner, 0), queued)
         more = excess - queued
-        if not has_room(taken=queued, own=own, more=more, most=self._most, owner=owner):
+        kind = refusal(taken=queued, own=own, more=more, most=self._most, owner=owner)
+        if kind is not None:
             missing = queued + more - self._most
-            kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
             reason = f"{own} requests of this key wait already"
             if missing > 0:
                 reason = (
@@ -111,10 +111,10 @@ class AdmissionControl:
             return
         if requests == 1 and not taken:  # the first that waits may have any length
             return
-        if has_room(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner):
+        kind = refusal(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner)
+        if kind is None:
             return
         missing = taken + tokens - self._most_tokens
-        kind: type[QueueFull] = ShareFull if missing <= 0 else QueueFull
         reason = f"{taken} prompt tokens wait already"
         if missing <= 0:
             reason = f"{own} prompt tokens of this key wait already"
