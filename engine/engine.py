@@ -29,7 +29,7 @@ from engine.protocol.events import ModelInfo, Stats, StepEvents
 from engine.protocol.placement import StatePlacement
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateCall, StateReply
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.step_plan import StepPlan, StepResult
 from engine.structured_output.grammar_cache import GrammarCache
 
@@ -116,18 +116,19 @@ class Engine:
         self._keeper = keeper
         self._desk = StateCallHandler(keeper)
         self._scheduler = Scheduler(
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            slots=config.max_slots,
-            share_slots=config.share_slots,
-            max_step_tokens=config.max_step_tokens,
-            max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting_tokens,
-            state_bytes=info.state_bytes,
-            most_steps=runner.most_steps,
-            overlaps=runner.overlaps,
-            grammars=self._grammars,
-            keeper=keeper,
+            SchedulerConfig(
+                vocab_size=info.vocab_size,
+                eos_token_ids=info.eos_token_ids,
+                slots=config.max_slots,
+                state_bytes=info.state_bytes,
+                max_step_tokens=config.max_step_tokens,
+                max_waiting=config.max_waiting,
+                max_waiting_tokens=config.max_waiting_tokens,
+                most_steps=runner.most_steps,
+                overlaps=runner.overlaps,
+            ),
+            keeper,
+            self._grammars,
         )
         self._round: _StartedStep | None = None  # under way
         self._latest: tuple[Hashable, ...] = ()  # client that asked for something
@@ -154,7 +155,7 @@ class Engine:
     def add(self, client: Hashable, request: Request) -> None:
         """Takes a request; a refusal comes as an event of the next step."""
         self._latest = (client,)
-        self._scheduler.add(client, request, self._clock())
+        self._scheduler.enqueue(client, request, self._clock())
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
         """Reports a request of this id as failed; it was never added."""
@@ -256,13 +257,13 @@ class Engine:
             take_in()
 
     def _start(self) -> _StartedStep | None:
-        plan = self._scheduler.plan(self._clock())
+        plan = self._scheduler.schedule(self._clock())
         return None if plan.empty else self._begin(plan)
 
     def _start_ahead(self) -> _StartedStep | None:
         if not self._runner.overlaps:
             return None
-        plan = self._scheduler.plan_ahead(self._clock())
+        plan = self._scheduler.schedule_ahead(self._clock())
         return None if plan.empty else self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> _StartedStep:

@@ -24,18 +24,21 @@ class SlotAllocator:
 
     @property
     def used(self) -> int:
-        """How many rows are taken."""
+        """How many rows are allocated."""
         return self.count - len(self._free)
 
-    def take(self) -> int:
-        """The lowest free row, taken. Raises IndexError when none is free."""
+    def allocate(self) -> int:
+        """Returns the lowest free row, which is the caller's until `release`.
+
+        Raises IndexError when none is free.
+        """
         row = heapq.heappop(self._heap)
         self._free.remove(row)
         return row
 
-    def give_back(self, row: int) -> None:
-        """Frees a row. Raises ValueError if it is free already or was never ours."""
+    def release(self, row: int) -> None:
+        """Frees a row. Raises ValueError if it is free already or was never one of these."""
         if row in self._free or not self._first <= row < self._first + self.count:
-            raise ValueError(f"row {row} is not taken")
+            raise ValueError(f"row {row} is not allocated")
         heapq.heappush(self._heap, row)
         self._free.add(row)

@@ -289,7 +289,7 @@ class TieredStateStore:
 
     def _device_row(self, for_cache: bool = False) -> int | None:
         if self._device.free:
-            return self._device.take()
+            return self._device.allocate()
         for kept in self._on_device:
             if kept.place in self._busy:
                 continue
@@ -311,7 +311,7 @@ class TieredStateStore:
                 self.vacate(kept)
             else:
                 continue
-            return self._device.take()
+            return self._device.allocate()
         return None
 
     def _give_way(self, kept: CachedState) -> None:
@@ -336,7 +336,7 @@ class TieredStateStore:
                     continue
                 self.evictions["host"] += 1
                 break
-        return ~self._host.take() if self._host.free else None
+        return ~self._host.allocate() if self._host.free else None
 
     def _move(self, kept: CachedState, place: int) -> None:
         self.moves.append(Copy(kept.place, place))
@@ -349,7 +349,7 @@ class TieredStateStore:
         if place in self._busy:
             self._late.append(place)
         elif place >= 0:
-            self._device.give_back(place)
+            self._device.release(place)
             self._crowded = False
         else:
-            self._host.give_back(~place)
+            self._host.release(~place)

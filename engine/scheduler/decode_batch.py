@@ -44,8 +44,8 @@ class TokenRing:
         self._tokens = np.empty((0, RING_WIDTH), np.int32)
         self.steps = 0  # that have been put down
 
-    def put(self, tokens: bytes, steps: int) -> None:
-        """What all rows drew in the next `steps` steps: int32 [rows, steps]."""
+    def append(self, tokens: bytes, steps: int) -> None:
+        """Keeps what all rows drew in the next `steps` steps: int32 [rows, steps]."""
         drawn = np.frombuffer(tokens, np.int32).reshape(-1, steps)
         rows, known = drawn.shape[0], self._tokens.shape[0]
         if rows > known:
@@ -58,8 +58,8 @@ class TokenRing:
             self._tokens[:rows, : steps - first] = drawn[:, first:]
         self.steps += steps
 
-    def of(self, row: int, since: int) -> bytes:
-        """What a row drew from step `since` on, packed."""
+    def read(self, row: int, since: int) -> bytes:
+        """What a row drew from step `since` on, packed; at most RING_STEPS steps ago."""
         assert 0 <= self.steps - since <= RING_STEPS, "tokens have been written over"
         at, count = since % RING_STEPS, self.steps - since
         first = min(count, RING_STEPS - at)
@@ -81,7 +81,7 @@ class DecodeBatch:
         self.rows = 0  # of all that were ever needed at once
         self._free: list[int] = []  # rows, as a heap
         self._ended: list[int] = []  # rows that the device has to end before the next round
-        self._alive: dict[int, Sequence] = {}  # by row, in the moment of the plans
+        self._scheduled: dict[int, Sequence] = {}  # by row, in the moment of the plans
         self.streamed = 0  # of them, of which each token is told
         self.known = 0  # of them, whose answers end with max_tokens
         self._sampled = 0  # of them, who draw others than the best token
@@ -93,30 +93,30 @@ class DecodeBatch:
         self._planned = 0  # steps
         self._before_latest = 0  # those planned before the latest round
         # In the moment of the results:
-        self._members: dict[int, Sequence] = {}  # by row
+        self._active: dict[int, Sequence] = {}  # by row
         self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
         self._over: set[int] = set()  # rows of members that the device has ended
         self._streams: dict[_Listener, dict[int, int]] = {}  # requests by row
         self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}  # the same: rows, requests
         self._gathering: dict[int, Sequence] = {}  # members that gather reports, by row
         self._arrived: list[Sequence] = []  # members since the result that was noted last
-        self._history = TokenRing()
+        self._ring = TokenRing()
         self._turn = 0  # the row that is brought up to date next
         self._now = 0.0  # of the latest result
 
     def __len__(self) -> int:
         """Sequences that have not ended, nor handed their slots over, as far as known."""
-        return len(self._alive)
+        return len(self._scheduled)
 
     @property
     def mean_answer(self) -> float:
         """Tokens that they asked for, each."""
-        return self._asked / len(self._alive) if self._alive else 0.0
+        return self._asked / len(self._scheduled) if self._scheduled else 0.0
 
     @property
-    def members(self) -> int:
+    def active(self) -> int:
         """Sequences that take part in the round whose result was noted last, and have not ended."""
-        return len(self._members)
+        return len(self._active)
 
     # Plans.
 
@@ -133,7 +133,7 @@ class DecodeBatch:
         plan.at.append(row)
         sequence.row, sequence.since = row, self._planned
         sequence.last_step = self._planned + sequence.max_tokens - position
-        self._alive[row] = sequence
+        self._scheduled[row] = sequence
         self._ending.setdefault(sequence.last_step, {})[row] = sequence
         self.streamed += sequence.request.stream
         self.known += not sequence.stop_ids
@@ -148,8 +148,8 @@ class DecodeBatch:
     def leave(self, sequence: Sequence) -> None:
         """It has ended. Its row, if the device has not ended that, does before the next round."""
         row, over = sequence.row, False
-        if self._members.get(row) is sequence:
-            del self._members[row]
+        if self._active.get(row) is sequence:
+            del self._active[row]
             over = row in self._over
             self._over.discard(row)
             self._stop_telling(sequence)
@@ -164,7 +164,7 @@ class DecodeBatch:
     def _part(self, sequence: Sequence) -> None:
         """Its row is free for another one."""
         row, step = sequence.row, sequence.last_step
-        del self._alive[row]
+        del self._scheduled[row]
         del self._ending[step][row]
         if not self._ending[step]:
             del self._ending[step]
@@ -176,7 +176,7 @@ class DecodeBatch:
         self._asked -= sequence.max_tokens
         heapq.heappush(self._free, row)
 
-    def due(self) -> list[Sequence]:
+    def ending(self) -> list[Sequence]:
         """Whose answers end with what is planned, if not before."""
         steps = range(self._before_latest + 1, self._planned + 1)
         return [one for step in steps for one in self._ending.get(step, {}).values()]
@@ -205,11 +205,11 @@ class DecodeBatch:
     def left(self) -> int:
         """How many steps there is still somebody for at most, beyond what is planned."""
         if self._last is None or self._last.over or self._last.row < 0:
-            alive = self._alive.values()
+            alive = self._scheduled.values()
             self._last = max(alive, key=lambda one: one.last_step, default=None)
         return 0 if self._last is None else self._last.last_step - self._planned
 
-    def go_on(self, plan: StepPlan, steps: int) -> None:
+    def schedule(self, plan: StepPlan, steps: int) -> None:
         """The plan is this batch's next round."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
@@ -222,26 +222,26 @@ class DecodeBatch:
 
     # Results.
 
-    def note(self, drawn: Drawn) -> None:
+    def begin_commit(self, drawn: Drawn) -> None:
         """The next round's result is here: which rows the device does not write to any more."""
-        step, self._arrived = self._history.steps, []
+        step, self._arrived = self._ring.steps, []
         while self._coming and self._coming[0].since <= step:
             sequence = self._coming.popleft()
             self._arrived.append(sequence)
-            self._members[sequence.row] = sequence
+            self._active[sequence.row] = sequence
             if sequence.request.stream:
                 listener = sequence.client, sequence.top
                 self._streams.setdefault(listener, {})[sequence.row] = sequence.request.id
                 self._listed.pop(listener, None)
             elif sequence.gathers:
                 self._gathering[sequence.row] = sequence
-        self._over.update(row for row in drawn.ended if row in self._members)
+        self._over.update(row for row in drawn.ended if row in self._active)
 
-    def take_in(
+    def commit(
         self,
         drawn: Drawn,
         steps: int,
-        outbox: StepOutput,
+        output: StepOutput,
         end: Callable[[Sequence, array[int], PackedLogprobs | None, float], int],
         now: float,
     ) -> int:
@@ -254,8 +254,8 @@ class DecodeBatch:
         """
         delivered, width = 0, steps * ID_BYTES
         for row in sorted(self._over):
-            sequence = self._members[row]
-            self.bring_up(sequence)
+            sequence = self._active[row]
+            self.catch_up(sequence)
             first = row * width
             ids = unpack_ids(drawn.tokens[first : first + drawn.ended[row] * ID_BYTES])
             reports = None
@@ -279,34 +279,34 @@ class DecodeBatch:
             rows, requests = self._listed[listener]
             client, top = listener
             reports = None if top < 0 else drawn.reports_of(rows, steps, top)
-            outbox.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width), reports))
-        delivered += steps * (len(self._members) - len(self._over))
-        self._history.put(drawn.tokens, steps)
+            output.run(client, Run(requests, steps, _of_rows(drawn.tokens, rows, width), reports))
+        delivered += steps * (len(self._active) - len(self._over))
+        self._ring.append(drawn.tokens, steps)
         self._now = now
-        self._bring_some_up(steps)
+        self._catch_some_up(steps)
         return delivered
 
-    def bring_up(self, sequence: Sequence) -> None:
+    def catch_up(self, sequence: Sequence) -> None:
         """Lets it know what has been drawn for it."""
-        if sequence.since < self._history.steps:
-            sequence.extend(self._history.of(sequence.row, sequence.since), self._now)
-            sequence.since = self._history.steps
+        if sequence.since < self._ring.steps:
+            sequence.extend(self._ring.read(sequence.row, sequence.since), self._now)
+            sequence.since = self._ring.steps
 
-    def _bring_some_up(self, steps: int) -> None:
+    def _catch_some_up(self, steps: int) -> None:
         """So many rows in turn that all have had theirs before their tokens are written over. Who
         is not far behind, as in a short answer, can wait for another turn."""
-        late = self._history.steps - TURN_STEPS
+        late = self._ring.steps - TURN_STEPS
         for _ in range(-(-self.rows * steps // TURN_STEPS)):
             self._turn = self._turn + 1 if self._turn + 1 < self.rows else 0
-            sequence = self._members.get(self._turn)
+            sequence = self._active.get(self._turn)
             if sequence is not None and sequence.since <= late:
-                self.bring_up(sequence)
+                self.catch_up(sequence)
 
     def dissolve(self) -> None:
         """It is over, and no round of it is under way: its sequences are as they were before they
         joined, but further on."""
-        for sequence in self._alive.values():
-            self.bring_up(sequence)
+        for sequence in self._scheduled.values():
+            self.catch_up(sequence)
             sequence.row = -1
 
 

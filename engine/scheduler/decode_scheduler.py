@@ -56,7 +56,7 @@ class DecodeScheduler:
     """`most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps`: plans follow
     others whose results are not known."""
 
-    def __init__(self, most_steps: int, overlaps: bool = False) -> None:
+    def __init__(self, most_steps: int, overlaps: bool) -> None:
         self._most_steps = most_steps
         self._apart = overlaps and most_steps > 1
         self.sequences: dict[int, Sequence] = {}  # by key
@@ -72,9 +72,9 @@ class DecodeScheduler:
         self._aim = ROUND_SECONDS  # of the latest round
         self._since_prompts = 0  # rounds without any
 
-    def is_patient(self, turn: BatchKind) -> bool:
+    def defers_prompts(self, kind: BatchKind) -> bool:
         """Whether prompts should wait for the next round, for the sake of those that decode."""
-        if turn is BatchKind.HOSTED:
+        if kind is BatchKind.HOSTED:
             return False
         decoding = len(self.sequences)
         if self._apart:
@@ -82,7 +82,7 @@ class DecodeScheduler:
         rounds = int(PATIENCE_SECONDS / max(self._round_seconds, self._aim))
         return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
-    def turns(self) -> tuple[BatchKind, ...]:
+    def kinds(self) -> tuple[BatchKind, ...]:
         """Of the next plan, where none is under way: the first of which it has something to do."""
         if not self._apart:
             return (BatchKind.ALL,)
@@ -92,7 +92,7 @@ class DecodeScheduler:
             else (BatchKind.HOSTED, BatchKind.PLAIN)
         )
 
-    def turns_ahead(self, prompts: Collection[Sequence], coming: int) -> list[BatchKind]:
+    def kinds_ahead(self, prompts: Collection[Sequence], coming: int) -> list[BatchKind]:
         """Likewise, of a plan that follows the one under way unseen. There are these prompts to
         read; about `coming` more sequences will decode soon, in slots of those that are `due`
         too."""
@@ -104,20 +104,20 @@ class DecodeScheduler:
             )
             return [BatchKind.PLAIN] if others else []
         turns = [BatchKind.HOSTED] if self._has_hosted(prompts) else []
-        thin = self._is_thin(coming - len(self.due()))
+        thin = self._is_thin(coming - len(self.ending()))
         return turns if thin else [*turns, BatchKind.PLAIN]
 
-    def decodes(self, turn: BatchKind) -> bool:
+    def decodes(self, kind: BatchKind) -> bool:
         """Whether somebody takes steps in such a plan."""
-        if turn is BatchKind.HOSTED:
+        if kind is BatchKind.HOSTED:
             return bool(self._hosted)
         return bool(self._outside) or (self._batch is not None and self._batch.left() > 0)
 
-    def due(self) -> list[Sequence]:
+    def ending(self) -> list[Sequence]:
         """Whose answers end with the round under way, whatever it brings."""
         if self._batch is None or not self._is_under_way():
             return []
-        return self._batch.due()
+        return self._batch.ending()
 
     def _is_under_way(self) -> bool:
         """Whether a round of the batch is."""
@@ -146,23 +146,23 @@ class DecodeScheduler:
         elif self._batch is not None:
             self._batch.leave(sequence)
 
-    def bring_up(self, sequence: Sequence) -> None:
+    def catch_up(self, sequence: Sequence) -> None:
         """Lets a sequence know of all tokens that have been drawn for it."""
         if sequence.row >= 0 and self._batch is not None:
-            self._batch.bring_up(sequence)
+            self._batch.catch_up(sequence)
 
-    def plan(self, plan: StepPlan, turn: BatchKind, beginning: Collection[Sequence]) -> None:
+    def schedule(self, plan: StepPlan, kind: BatchKind, beginning: Collection[Sequence]) -> None:
         """Adds decode steps to `plan`, which draws the first tokens of `beginning`, of which `turn`
         has all. Those of these that have a `row` afterwards decode from this plan on; for the
         others, `add` is called when their first tokens are here.
 
         Where another round is under way, `turns_ahead` has been asked.
         """
-        if turn is BatchKind.HOSTED:
+        if kind is BatchKind.HOSTED:
             plan.apart = True
             self._decode_through_host(plan, self._hosted.values())
             return
-        if self._most_steps == 1 or (turn is BatchKind.ALL and self._has_hosted(beginning)):
+        if self._most_steps == 1 or (kind is BatchKind.ALL and self._has_hosted(beginning)):
             self._dissolve()
             self._decode_through_host(plan, self.sequences.values())
             return
@@ -179,7 +179,7 @@ class DecodeScheduler:
         for sequence in lasting:
             self.sequences[sequence.key] = sequence
             batch.join(plan, sequence, drawn=True)
-        batch.go_on(plan, self._steps(batch, reading=bool(plan.prefill)))
+        batch.schedule(plan, self._steps(batch, reading=bool(plan.prefill)))
 
     def _has_hosted(self, prompts: Collection[Sequence]) -> bool:
         return bool(self._hosted) or any(one.needs_host for one in prompts)
@@ -243,11 +243,11 @@ class DecodeScheduler:
         """The plan could not be carried out: the sequences of the batch that took part in it."""
         if self._batch is not None and plan.plain:
             self._batch.spoiled = True
-        if self.land(plan) is None:
+        if self.complete(plan) is None:
             return []
         return [one for one in self.sequences.values() if one.row >= 0]
 
-    def land(self, plan: StepPlan) -> DecodeBatch | None:
+    def complete(self, plan: StepPlan) -> DecodeBatch | None:
         """The plan is under way no more; the batch that it moved on."""
         for index, (other, batch) in enumerate(self._under_way):
             if other is plan:
@@ -255,7 +255,7 @@ class DecodeScheduler:
                 return batch
         return None
 
-    def note(
+    def measure(
         self, plan: StepPlan, result: StepResult, decoding: int, left: int, tokens: int
     ) -> Stats:
         """Learns how long a step takes, and counts. Tells what the round did, which decoded

@@ -1,4 +1,4 @@
-"""StepOutput: gathers what a round has to say, one message per API process."""
+"""StepOutput: gathers the events of a round, one message per API process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Events:
 
 
 class StepOutput:
-    """Events by client, until `take`."""
+    """Events by client, until `drain`."""
 
     def __init__(self) -> None:
         self._events: dict[Hashable, _Events] = {}
@@ -69,8 +69,8 @@ class StepOutput:
         """The terminal event of a request that was not served."""
         self._of(client).failed.append(Failed.of(request, error))
 
-    def take(self, stats: Stats, listeners: Iterable[Hashable]) -> dict[Hashable, StepEvents]:
-        """All events since the last call; every listener gets at least the stats."""
+    def drain(self, stats: Stats, listeners: Iterable[Hashable]) -> dict[Hashable, StepEvents]:
+        """Returns all events since the last call; every listener gets at least `stats`."""
         for client in listeners:
             self._of(client)
         taken, self._events = self._events, {}

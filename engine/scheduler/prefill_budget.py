@@ -1,4 +1,4 @@
-"""What a step may spend on prompts: tokens, by PrefillBudget, and admissions, by Intake.
+"""What a round may spend on prompts: tokens (PrefillBudget) and admissions (AdmissionLimit).
 
 Tokens are shared so that neither owners nor prompts, long or short, starve. Owners have equal
 parts, which go round where there are fewer chunks than owners; what one of them leaves goes to the
@@ -29,7 +29,7 @@ Portions = list[tuple[Sequence, int]]
 
 
 class PrefillBudget:
-    """`tokens` of prompts may be read in one step."""
+    """Shares the prompt tokens of a round; `tokens` of them may be read."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -38,7 +38,13 @@ class PrefillBudget:
         self._led: set[int] = set()  # keys of first ones that read while others of theirs did not
 
     def share(self, reading: Collection[Sequence]) -> Portions:
-        """Who of `reading`, in order of admission, reads how many tokens in this step."""
+        """Shares one round's tokens; call it once a round.
+
+        Args:
+            reading: the sequences with prompt tokens left, in order of admission.
+
+        Returns the sequences that read in this round, each with its number of tokens, at least 1.
+        """
         by_owner: dict[str, list[Sequence]] = {}
         for sequence in reading:
             by_owner.setdefault(sequence.owner, []).append(sequence)
@@ -121,17 +127,20 @@ ADMIT_LEFT_PART = 1 / 8  # of those that were left
 MOST_ADMIT_PART = 3 / 32  # of the slots, however many are free
 
 
-class Intake:
-    """How many requests a plan admits at most, of a scheduler with `slots` slots, whose rounds
-    overlap with the host's work or do not."""
+class AdmissionLimit:
+    """How many requests a plan admits at most.
+
+    `slots` is the number of the scheduler's slots; `overlaps` says whether the device works on a
+    round while the host prepares the next one.
+    """
 
     def __init__(self, slots: int, overlaps: bool) -> None:
         self._slots = slots
         self._overlaps = overlaps
         self._left_free = 0  # when somebody was admitted last
 
-    def most(self, free: int) -> int:
-        """How many with so many free slots."""
+    def limit(self, free: int) -> int:
+        """How many requests a plan may admit, while `free` slots are free."""
         if not self._overlaps:
             return sys.maxsize
         due = free - self._left_free + int(ADMIT_LEFT_PART * self._left_free)
@@ -142,5 +151,5 @@ class Intake:
         )
 
     def note(self, free: int) -> None:
-        """Some have been admitted, and left so many slots free."""
+        """Requests have just been admitted, and `free` slots are left."""
         self._left_free = free

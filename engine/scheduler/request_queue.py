@@ -137,88 +137,95 @@ class _OwnerQueue:
 
 
 class _PriorityLevel:
-    """The lines of one priority. Owners are ranked when somebody asks who is first, not whenever
-    something changes: while there is one alone, never."""
+    """The owners' queues of one priority.
+
+    Owners are ranked when somebody asks who is first, not whenever something changes: while there
+    is one alone, never.
+    """
 
     __slots__ = (
-        "changed", "clock", "idle", "lines", "owing", "ranking", "ready", "running", "served_at",
+        "changed", "clock", "idle", "owing", "queues", "ranking", "ready", "running", "served_at",
         "waiting",
     )  # fmt: skip
 
     def __init__(self, served_at: int) -> None:
-        self.lines: dict[
-            str, _OwnerQueue
-        ] = {}  # by owner: those that wait, or are ahead of the clock
+        # By owner: those of whom something waits, or who are ahead of the clock.
+        self.queues: dict[str, _OwnerQueue] = {}
         self.ranking: LazyHeap[str] = LazyHeap()  # owners who are ready, by start, then by arrival
-        self.changed: set[str] = set()  # owners whose lines have, since they were ranked
+        self.changed: set[str] = set()  # owners whose queues have, since they were ranked
         self.owing: LazyHeap[str] = LazyHeap()  # owners of whom nothing waits, by start
         self.idle = 0  # how many these are
         self.clock = 0  # the start of the latest departure
         self.ready = self.waiting = self.running = 0  # sequences; `ready`: not held
         self.served_at = served_at  # departures of the queue at this level's latest
 
-    def line_of(self, owner: str) -> _OwnerQueue:
-        """One more of the owner's is going to wait there."""
-        line = self.lines.get(owner)
-        if line is None:
-            line = self.lines[owner] = _OwnerQueue()
-        elif not line.waiting:
+    def queue_of(self, owner: str) -> _OwnerQueue:
+        """The owner's queue, in which one more is going to wait."""
+        queue = self.queues.get(owner)
+        if queue is None:
+            queue = self.queues[owner] = _OwnerQueue()
+        elif not queue.waiting:
             self.owing.discard(owner)
             self.idle -= 1
-        return line
+        return queue
 
-    def line_up(self, sequence: Sequence, line: _OwnerQueue) -> None:
-        """It may be the next one of its owner, whose line this is."""
-        if not line.ready:  # nothing that was held could have left: that saves nothing up
-            line.start = max(line.start, self.clock)
-        line.ready.add(sequence.key, sequence)
+    def make_ready(self, sequence: Sequence, queue: _OwnerQueue) -> None:
+        """It may be the next one of its owner, whose queue this is."""
+        if not queue.ready:  # nothing that was held could have left: that saves nothing up
+            queue.start = max(queue.start, self.clock)
+        queue.ready.add(sequence.key, sequence)
         self.ready += 1
         self.changed.add(sequence.owner)
 
-    def step_back(self, sequence: Sequence, line: _OwnerQueue) -> None:
-        """It does not wait, or is held; it was neither."""
-        line.ready.discard(sequence.key)
+    def make_unready(self, sequence: Sequence, queue: _OwnerQueue) -> None:
+        """It is held from now on, or does not wait any more."""
+        queue.ready.discard(sequence.key)
         self.ready -= 1
         self.changed.add(sequence.owner)
 
-    def leave(self, owner: str, line: _OwnerQueue) -> None:
+    def leave(self, owner: str, queue: _OwnerQueue) -> None:
         """One of the owner's does not wait any more."""
         self.waiting -= 1
-        line.waiting -= 1
-        if not line.waiting:
-            self.owing.put(owner, (line.start, owner))
+        queue.waiting -= 1
+        if not queue.waiting:
+            self.owing.put(owner, (queue.start, owner))
             self.idle += 1
         if self.idle:
             self.forget()
 
     def first(self) -> Sequence | None:
         """The next one to leave; None when none is ready."""
-        if len(self.lines) == 1:
-            return next(iter(self.lines.values())).ready.first()
+        if len(self.queues) == 1:
+            return next(iter(self.queues.values())).ready.first()
         for owner in self.changed:
-            first = self.lines[owner].ready.first()
+            first = self.queues[owner].ready.first()
             if first is None:
                 self.ranking.discard(owner)
             else:
-                self.ranking.put(owner, (self.lines[owner].start, first.key))
+                self.ranking.put(owner, (self.queues[owner].start, first.key))
         self.changed.clear()
         chosen = self.ranking.first()
-        return None if chosen is None else self.lines[chosen].ready.first()
+        return None if chosen is None else self.queues[chosen].ready.first()
 
     def forget(self) -> None:
-        """Drops lines that tell nothing any more."""
+        """Drops the queues of owners of whom nothing waits and who are not ahead of the clock."""
         while (owner := self.owing.first()) is not None:
-            if self.lines[owner].start > self.clock:
+            if self.queues[owner].start > self.clock:
                 return
             self.owing.discard(owner)
             self.idle -= 1
             self.ranking.discard(owner)
             self.changed.discard(owner)
-            del self.lines[owner]
+            del self.queues[owner]
 
 
 class RequestQueue:
-    """Who waits, and who is next. `most` requests may wait, of `most_tokens` prompt tokens."""
+    """Who waits, and who is next.
+
+    `most` requests may wait, of `most_tokens` prompt tokens; `refusal` says so before `enqueue`. A
+    sequence is enqueued, may be held and resumed, and is dequeued or removed. When one that was
+    dequeued has ended, `refund` is called. Times are seconds of any one monotonic clock.
+    """
 
     def __init__(self, most: int = sys.maxsize, most_tokens: int = sys.maxsize) -> None:
         self._most = most
@@ -281,91 +288,98 @@ class RequestQueue:
             return None
         return self._refuse(kind, _is_waiting("prompt tokens", tokens, own_tokens, kind), now)
 
-    def add(self, sequence: Sequence, now: float) -> None:
-        """Puts a new arrival at the end of its owner's line."""
+    def enqueue(self, sequence: Sequence, now: float) -> None:
+        """Puts a sequence where its key, its order of arrival, puts it in its owner's queue."""
         if not self._queued.requests:
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
         if level is None:
             level = self._levels[sequence.priority] = _PriorityLevel(self._departures)
-        line = level.line_of(sequence.owner)
-        line.waiting += 1
+        queue = level.queue_of(sequence.owner)
+        queue.waiting += 1
         level.waiting += 1
         self._lasting += sequence.max_tokens > 1
-        level.line_up(sequence, line)
+        level.make_ready(sequence, queue)
         self._queued.add(sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
-        """The next one to leave; None when all that wait are held."""
+        """The next sequence to be dequeued; None when none waits, or all are held."""
         level = self._next_level()
         return None if level is None else level.first()
 
     def hold(self, sequence: Sequence, awaited: Hashable) -> None:
-        """Passes a sequence over until `awaited` is resumed: a prefix that is being read, a state
-        that comes from a file, or a grammar."""
+        """Passes a sequence, which waits and is not held, over until `resume` is called.
+
+        `awaited` is what it waits for: a prefix that is being read, a state that comes from a file,
+        or a grammar.
+        """
         level = self._levels[sequence.priority]
-        level.step_back(sequence, level.lines[sequence.owner])
+        level.make_unready(sequence, level.queues[sequence.owner])
         self._held.setdefault(awaited, {})[sequence.key] = sequence
         self._held_on[sequence.key] = awaited
 
     def resume(self, awaited: Hashable) -> None:
-        """Those held on `awaited` are back where their arrival puts them."""
+        """Puts the sequences held on `awaited` back where their arrival puts them; there may be
+        none."""
         held = self._held.pop(awaited, None)
         if held is None:
             return
         for sequence in held.values():
             del self._held_on[sequence.key]
             level = self._levels[sequence.priority]
-            level.line_up(sequence, level.lines[sequence.owner])
+            level.make_ready(sequence, level.queues[sequence.owner])
 
-    def depart(self, sequence: Sequence, tokens: int) -> None:
-        """The first one has a slot, for which its owner is charged `tokens`."""
+    def dequeue(self, sequence: Sequence, tokens: int) -> None:
+        """Takes out the sequence that `first` gave, for a slot.
+
+        Its owner is charged `tokens`: what it has to read and may generate.
+        """
         if len(self._levels) > 1:
-            self._take_turn(sequence.priority)
+            self._count_turn(sequence.priority)
         else:
             self._since_others = 0
         level = self._levels[sequence.priority]
-        line = level.lines[sequence.owner]
+        queue = level.queues[sequence.owner]
         self._departures += 1
         level.served_at = self._departures
-        level.clock = max(level.clock, line.start)
+        level.clock = max(level.clock, queue.start)
         level.running += 1
-        line.start += tokens
-        level.step_back(sequence, line)
-        self._forget(sequence, level, line)
+        queue.start += tokens
+        level.make_unready(sequence, queue)
+        self._forget(sequence, level, queue)
 
-    def give_back(self, sequence: Sequence, tokens: int) -> None:
-        """A sequence that departed has ended, and left so many of the tokens it was charged."""
+    def refund(self, sequence: Sequence, tokens: int) -> None:
+        """A sequence that was dequeued has ended, and used so many `tokens` less than charged."""
         level = self._levels[sequence.priority]
         level.running -= 1
-        line = level.lines.get(sequence.owner) if tokens else None  # without any, nothing moves
-        if line is not None:
+        queue = level.queues.get(sequence.owner) if tokens else None  # without any, nothing moves
+        if queue is not None:
             # No further than the clock: that moved on by what was charged, for others too.
-            line.start = max(line.start - tokens, min(line.start, level.clock))
+            queue.start = max(queue.start - tokens, min(queue.start, level.clock))
             level.changed.add(sequence.owner)
-            if not line.waiting:
-                level.owing.put(sequence.owner, (line.start, sequence.owner))
+            if not queue.waiting:
+                level.owing.put(sequence.owner, (queue.start, sequence.owner))
                 level.forget()
         self._tidy(level, sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, held or not."""
+        """Takes out a sequence that waits, held or not, and gets no slot."""
         level = self._levels[sequence.priority]
-        line = level.lines[sequence.owner]
+        queue = level.queues[sequence.owner]
         awaited = self._held_on.pop(sequence.key, None)
         if awaited is None:
-            level.step_back(sequence, line)
+            level.make_unready(sequence, queue)
         else:
             del self._held[awaited][sequence.key]
             if not self._held[awaited]:
                 del self._held[awaited]
-        self._forget(sequence, level, line)
+        self._forget(sequence, level, queue)
 
-    def _forget(self, sequence: Sequence, level: _PriorityLevel, line: _OwnerQueue) -> None:
+    def _forget(self, sequence: Sequence, level: _PriorityLevel, queue: _OwnerQueue) -> None:
         """It is neither ready nor held."""
         self._lasting -= sequence.max_tokens > 1
         self._queued.remove(sequence.owner, sequence.prompt_tokens)
-        level.leave(sequence.owner, line)
+        level.leave(sequence.owner, queue)
         self._tidy(level, sequence.priority)
 
     def pace(self, now: float) -> float:
@@ -401,7 +415,7 @@ class RequestQueue:
         others = [self._levels[priority] for priority in ready if priority != urgent]
         return min(others, key=lambda level: level.served_at)
 
-    def _take_turn(self, priority: int) -> None:
+    def _count_turn(self, priority: int) -> None:
         """Counts how often in a row others stood back behind the most urgent level."""
         ready = self._ready_levels()
         others_wait = len(ready) > 1 and priority == min(ready)

@@ -1,13 +1,13 @@
-"""RequestTable: the sequences in flight, where each of them is, and how they end.
+"""RequestTable: the requests in flight, where each of them is, and how they end.
 
 A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
-free. One whose kept state has to be made anew leaves its slot to a rebuild (`state_manager`), which
-ends for it.
+free. A sequence whose state must be computed once more before it can be stored leaves its slot to a
+*rebuild* (`state_manager`), which reads for that, and ends for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 
 from engine.cache.state_manager import StateCacheManager
 from engine.deadlines import Deadlines
@@ -23,27 +23,63 @@ from engine.step_plan import StepPlan
 
 
 class RequestTable:
-    """The scheduler's other half: that one moves sequences on."""
+    """Adds requests, and ends them in whatever state they are.
+
+    It shares its collaborators with the scheduler. That moves sequences on from one to the other;
+    the table takes them out of all of these when they end.
+    """
 
     def __init__(
-        self, keeper: StateCacheManager, slots: int, waiting: RequestQueue, rounds: DecodeScheduler
+        self,
+        cache: StateCacheManager,
+        slots: SlotAllocator,
+        queue: RequestQueue,
+        decoding: DecodeScheduler,
+        output: StepOutput,
     ) -> None:
-        self._keeper = keeper
-        self._slots = SlotAllocator(slots)
-        self._waiting = waiting
-        self._prefilling: dict[int, Sequence] = {}  # by key, in order of admission
-        self._rebuilding: list[Sequence] = []  # those of them that no plan has admitted yet
-        self._rounds = rounds  # the others that run
+        self._cache = cache
+        self._slots = slots
+        self._queue = queue
+        self._decoding = decoding
+        self._output = output
+        self.next_key = 0  # of the next sequence
+        # Sequences with a slot that do not decode yet, by key, in order of admission.
+        self.prefilling: dict[int, Sequence] = {}
+        self._rebuilds: list[Sequence] = []  # those of them that no plan has admitted yet
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
         self._deadlines: Deadlines[Sequence] = Deadlines()
-        self._released: list[int] = []  # keys to be released with the next plan
-        self._next_key = 0
-        self._outbox = StepOutput()
+        self._ended: list[int] = []  # keys that the runner is to be told of
 
-    def abort_all(self, now: float) -> None:
-        """Ends every request as aborted."""
-        for sequence in self._in_flight():
-            self._finish(sequence, "abort", now)
+    def __bool__(self) -> bool:
+        """Whether any request is in flight."""
+        return bool(self._clients)
+
+    @property
+    def clients(self) -> Collection[Hashable]:
+        """The clients that have requests in flight."""
+        return self._clients.keys()
+
+    def has(self, client: Hashable, request_id: int) -> bool:
+        """Whether this request is in flight."""
+        return request_id in self._clients.get(client, ())
+
+    def running(self, key: int) -> Sequence | None:
+        """The sequence with this key, if it has a slot and has not ended."""
+        return self._decoding.sequences.get(key) or self.prefilling.get(key)
+
+    def reading(self, kind: BatchKind) -> list[Sequence]:
+        """The sequences whose prompts a plan of this kind may read, in order of admission."""
+        return [sequence for sequence in self.prefilling.values() if kind.has(sequence)]
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Puts a sequence, made with `next_key`, into the queue. The cache has accepted it."""
+        self.next_key += 1
+        self._clients.setdefault(sequence.client, {})[sequence.request.id] = sequence
+        self._queue.enqueue(sequence, now)
+        if sequence.deadline is not None:
+            self._deadlines.put(sequence, sequence.deadline)
+
+    # Ends.
 
     def abort(
         self,
@@ -53,51 +89,53 @@ class RequestTable:
         now: float,
         kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early (None: all of the client's), ignoring those ended or unknown; `kept`
-        as in Abort. Those that have ended but for their states' files wait no longer for these."""
+        """Ends requests early; as `Scheduler.abort`."""
         lengths, over = iter(kept), []
         for request_id in list(self._clients.get(client, ()) if ids is None else ids):
             sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
             if sequence is None:
                 over.append((client, request_id))
-            elif self._keeper.may_end(sequence, reason, length):
-                self._finish(sequence, reason, now)
-        states = self._keeper.states
+            elif self._cache.may_end(sequence, reason, length):
+                self.finish(sequence, reason, now)
+        states = self._cache.states
         if reason == "abort" and states.waiters:
             states.give_up(states.waiters.of(over), "the request was ended")
 
-    def _end_overdue(self, now: float) -> None:
-        """Those whose time is over, and who wait for a state's file alone."""
+    def abort_all(self, now: float) -> None:
+        """Ends every request as aborted."""
+        for sequence in self._in_flight():
+            self.finish(sequence, "abort", now)
+
+    def expire(self, now: float) -> None:
+        """Ends the requests whose time is over, also those that wait for a state's file alone."""
         for sequence in self._deadlines.overdue(now):
-            self._finish(sequence, "timeout", now)
-        states = self._keeper.states
+            self.finish(sequence, "timeout", now)
+        states = self._cache.states
         if states.waiters:
             states.give_up(states.waiters.overdue(now), "the request's time is over")
 
-    def _running(self, key: int) -> Sequence | None:
-        return self._rounds.sequences.get(key) or self._prefilling.get(key)
-
-    def _reading(self, turn: BatchKind) -> list[Sequence]:
-        """Whose prompts may be read in such a plan."""
-        return [sequence for sequence in self._prefilling.values() if turn.has(sequence)]
-
-    def _in_flight(self) -> list[Sequence]:
-        return [sequence for mine in self._clients.values() for sequence in mine.values()]
-
-    def _finish(
+    def finish(
         self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
     ) -> None:
-        """`read`: how many of the answer's tokens its slot's state has read, where that is known
-        (the device may have gone on); then so are these tokens."""
+        """Ends a sequence that was served, also in part.
+
+        Args:
+            sequence: any that has not ended.
+            reason: why it ends, as its client is told.
+            now: seconds.
+            read: how many of the answer's tokens its slot's state has read. None where that is not
+                known, because the device may have gone on; then the answer may lack tokens that
+                are in the decode batch, and gets them here.
+        """
         if read is None:
-            self._rounds.bring_up(sequence)
+            self._decoding.catch_up(sequence)
         keeping = sequence.keeping
         if keeping is None:
-            self._keeper.cache_answer(sequence, reason, read)
-            self._outbox.finished(sequence.client, sequence.finished(reason, now))
+            self._cache.cache_answer(sequence, reason, read)
+            self._output.finished(sequence.client, sequence.finished(reason, now))
             self._end(sequence)
             return
-        if self._keeper.needs_rebuild(sequence, keeping, reason, read):
+        if self._cache.needs_rebuild(sequence, keeping, reason, read):
             self._rebuild(sequence, reason, now)
             return
         told = keeping.rebuilds or sequence
@@ -106,51 +144,73 @@ class RequestTable:
 
         def tell(finished: Finished | EngineError) -> None:
             if isinstance(finished, EngineError):
-                self._outbox.failed(sequence.client, sequence.request.id, finished)
+                self._output.failed(sequence.client, sequence.request.id, finished)
             else:
-                self._outbox.finished(sequence.client, finished)
+                self._output.finished(sequence.client, finished)
 
-        self._keeper.conclude(sequence, keeping, told, reason, now, tell)
+        self._cache.conclude(sequence, keeping, told, reason, now, tell)
         self._end(sequence)
 
-    def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Another sequence takes its place, which ends when the state is what is to be kept."""
-        heir = self._keeper.rebuild(sequence, self._next_key, reason, now)
-        self._next_key += 1
-        heir.slot, sequence.over = sequence.slot, True
-        if sequence.deadline is not None:
-            self._deadlines.discard(sequence, sequence.deadline)
-        self._clients[sequence.client][sequence.request.id] = heir
-        self._leave(sequence)
-        self._prefilling[heir.key] = heir
-        self._rebuilding.append(heir)
+    def fail(self, sequence: Sequence, error: EngineError) -> None:
+        """Ends a sequence that cannot be served."""
+        self._decoding.catch_up(sequence)
+        self._end(sequence)
+        self._output.failed(sequence.client, sequence.request.id, error)
 
-    def _readmit(self, plan: StepPlan, turn: BatchKind) -> None:
-        """Those who rebuild a state have their slots already; the plan has to read for them."""
-        rebuilding = [one for one in self._rebuilding if turn.has(one)]
-        self._rebuilding = [one for one in self._rebuilding if not turn.has(one)]
-        for heir in rebuilding:
-            if heir.over:
+    def fail_all(self, error: EngineError) -> None:
+        """Fails every request."""
+        for sequence in self._in_flight():
+            self.fail(sequence, error)
+
+    # What a plan needs of those that end or have ended.
+
+    def readmit(self, plan: StepPlan, kind: BatchKind) -> None:
+        """Plans the admission of rebuilds, which have their slots already."""
+        rebuilds = [one for one in self._rebuilds if kind.has(one)]
+        self._rebuilds = [one for one in self._rebuilds if not kind.has(one)]
+        for rebuild in rebuilds:
+            if rebuild.over:
                 continue
             try:
-                self._keeper.readmit(plan, heir)
+                self._cache.readmit(plan, rebuild)
             except EngineError as error:
-                self._fail(heir, error)
+                self.fail(rebuild, error)
 
-    def _due(self) -> list[Sequence]:
-        """Whose slots may go to others in the plan that follows the round under way."""
-        return [one for one in self._rounds.due() if one.keeping is None and not one.over]
+    def ending(self) -> list[Sequence]:
+        """Sequences whose slots others may have in the plan after the round under way, because
+        they end with that round whatever it brings."""
+        return [one for one in self._decoding.ending() if one.keeping is None and not one.over]
 
-    def _hand_over(self, due: Sequence) -> None:
-        """Its slot does, and what the round brings to whom it was is delivered all the same."""
-        self._keeper.hand_over(due)
-        self._rounds.hand_over(due)
-        self._slots.give_back(due.slot)
+    def hand_over(self, sequence: Sequence) -> None:
+        """Frees the slot of a sequence that is `ending`, before it has ended. What the round under
+        way brings it is delivered all the same."""
+        self._cache.hand_over(sequence)
+        self._decoding.hand_over(sequence)
+        self._slots.release(sequence.slot)
 
-    def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        self._rounds.bring_up(sequence)
-        self._end(sequence)
-        self._outbox.failed(sequence.client, sequence.request.id, error)
+    def take_ended(self) -> list[int]:
+        """The keys of the sequences that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def put_back_ended(self, keys: Iterable[int]) -> None:
+        """The plan that was to tell the runner of these failed; the next one has to."""
+        self._ended.extend(keys)
+
+    def _in_flight(self) -> list[Sequence]:
+        return [sequence for mine in self._clients.values() for sequence in mine.values()]
+
+    def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Puts another sequence in its place, which ends when the state is what is to be kept."""
+        rebuild = self._cache.rebuild(sequence, self.next_key, reason, now)
+        self.next_key += 1
+        rebuild.slot, sequence.over = sequence.slot, True
+        if sequence.deadline is not None:
+            self._deadlines.discard(sequence, sequence.deadline)
+        self._clients[sequence.client][sequence.request.id] = rebuild
+        self._stop(sequence)
+        self.prefilling[rebuild.key] = rebuild
+        self._rebuilds.append(rebuild)
 
     def _end(self, sequence: Sequence) -> None:
         sequence.over = True
@@ -161,22 +221,22 @@ class RequestTable:
         if not mine:
             del self._clients[sequence.client]
         if sequence.slot < 0:
-            self._waiting.remove(sequence)
-            self._keeper.end(sequence)
+            self._queue.remove(sequence)
+            self._cache.end(sequence)
             return
         told = sequence
         if sequence.keeping is not None and sequence.keeping.rebuilds is not None:
             told = sequence.keeping.rebuilds
-        self._waiting.give_back(sequence, told.unspent)
-        self._keeper.end(sequence)
-        self._leave(sequence)
+        self._queue.refund(sequence, told.unspent)
+        self._cache.end(sequence)
+        self._stop(sequence)
         if not sequence.handed_over:
-            self._slots.give_back(sequence.slot)
+            self._slots.release(sequence.slot)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """It does nothing any more."""
-        self._prefilling.pop(sequence.key, None)
-        for place in self._keeper.leave(sequence):
-            self._waiting.resume(place)
-        self._rounds.remove(sequence)
-        self._released.append(sequence.key)
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a sequence with a slot out of all that runs."""
+        self.prefilling.pop(sequence.key, None)
+        for awaited in self._cache.leave(sequence):
+            self._queue.resume(awaited)
+        self._decoding.remove(sequence)
+        self._ended.append(sequence.key)

@@ -1,14 +1,31 @@
-"""Scheduler: which tokens of which sequences are read in the next round; integers only, no torch.
+"""Scheduler: which tokens of which sequences the next round reads; integers only, no torch.
 
 Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
-up to `max_step_tokens` prompt tokens of the others. State never grows, so a request is admitted as
-soon as a slot is free, in the order that `request_queue` decides. Of plain requests (`StepPlan`) a
-round takes as many steps as `decode_scheduler` decides, and the next one is planned before its
-results are known; those in whose draws the host has a part take one, and turns with the others
-(`decode_scheduler`).
+up to `max_step_tokens` prompt tokens of the others. A state never grows, so a request is admitted
+as soon as a slot is free, in the order that `request_queue` decides. A round takes as many decode
+steps as `decode_scheduler` decides. Where the device samples by itself (`StepPlan.plain`), the next
+round is planned before the results of this one are known. Rows that the host samples for, such as
+those with a grammar, take one step a round, in turns with the others.
 
-Prompt chunks (`prefill_budget`) end where states are to be kept (`state_manager`); with whole
-chunks, that changes no bit.
+Prompt chunks (`prefill_budget`) end where states are to be cached (`state_manager`). With whole
+chunks, that changes no bit of an answer.
+
+Invariants:
+
+- Plans are completed in the order in which they were made, by `commit` or `fail`.
+- Plan N+1 may be made before round N has ended (`schedule_ahead`), never plan N+2. It uses nothing
+  that round N's results decide: a sequence may turn out to have ended, and its row then draws
+  tokens that nobody is told of.
+- The device carries plans out in their order. So a slot that comes free is given to another
+  sequence in the next plan, even if a round under way still writes to it.
+- A row of the state pool is written by at most one copy of a plan, and one that a plan admits from
+  is not given away in that plan.
+- A sequence is in one place: in the queue (ready, or held), in `RequestTable.prefilling`, in
+  `DecodeScheduler.sequences`, or it has ended.
+- A sequence without a slot waits, and has read nothing. Nothing that runs is preempted.
+- A request ends in exactly one `Finished` or `Failed`, and nothing is told of it after that.
+- A round reads at most `max_step_tokens` prompt tokens. It takes several decode steps only if its
+  plan is `plain`.
 """
 
 from __future__ import annotations
@@ -16,7 +33,8 @@ from __future__ import annotations
 import logging
 import sys
 from array import array
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,14 +42,16 @@ from engine.cache.state_manager import StateCacheManager
 from engine.errors import EngineError, StateNotFound
 from engine.protocol.events import Run, Scores, Stats, StepEvents
 from engine.protocol.logprobs import PackedLogprobs
-from engine.protocol.requests import Request
+from engine.protocol.requests import FinishReason, Request
 from engine.protocol.token_ids import pack_ids
 from engine.protocol.validation import check_request
 from engine.scheduler.decode_scheduler import BatchKind, DecodeScheduler
-from engine.scheduler.prefill_budget import Intake, PrefillBudget
+from engine.scheduler.output import StepOutput
+from engine.scheduler.prefill_budget import AdmissionLimit, PrefillBudget
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.request_table import RequestTable
 from engine.sequence import Sequence
+from engine.slot_allocator import SlotAllocator
 from engine.step_plan import PrefillChunk, Sampled, StepPlan, StepResult
 from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.masks import MaskBudget
@@ -39,280 +59,348 @@ from engine.structured_output.masks import MaskBudget
 log = logging.getLogger(__name__)
 
 
-class Scheduler(RequestTable):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """What one scheduler may use, and what its runner can do."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]  # each of them ends a text
+    slots: int  # rows of the state pool for sequences that run, from row 0 on
+    state_bytes: int  # of one row, for the statistics
+    max_step_tokens: int  # prompt tokens that a round reads at most
+    max_waiting: int  # requests without a slot
+    max_waiting_tokens: int = sys.maxsize  # prompt tokens of these
+    most_steps: int = 1  # decode steps of a round at most; with 1, no plan is plain
+    overlaps: bool = False  # `schedule_ahead` will be called
+
+
+class Scheduler:
     """Turns requests into plans and step results into events.
 
-    Call `plan`, carry it out, then `commit` (or `fail`, when that raised); `add` and `abort` may
-    come at any time between these calls. Before `commit`, `plan_ahead` may give the plan that is
-    to follow; they are committed in their order. Every request that is added ends in exactly one
-    `Finished` or `Failed` of `events`. Times are seconds of any one monotonic clock.
-
-    `most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps` says whether
-    `plan_ahead` will be called.
+    Per round: `schedule`, carry the plan out, then `commit`, or `fail` when that raised. Between
+    these two, `schedule_ahead` may give the plan that is to follow. `enqueue`, `abort` and `events`
+    may come at any time between these calls. One thread makes all calls. A client is any hashable
+    value. Times are seconds of any one monotonic clock.
     """
 
     def __init__(
         self,
-        *,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        slots: int,
-        share_slots: int,
-        max_step_tokens: int,
-        max_waiting: int,
-        max_waiting_tokens: int = sys.maxsize,
-        state_bytes: int,
-        most_steps: int = 1,
-        overlaps: bool = False,
-        with_whole_chunks: bool = False,
+        config: SchedulerConfig,
+        cache: StateCacheManager,
         grammars: GrammarCache | None = None,
-        keeper: StateCacheManager | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
-        self._budgets = {hosted: PrefillBudget(max_step_tokens) for hosted in (False, True)}
-        self._state_bytes = state_bytes
+        """
+        Args:
+            config: bounds and sizes.
+            cache: the engine's cached and named states. Its rows lie behind those of the slots.
+            grammars: the model's; None where requests cannot have one.
+        """
+        self._config = config
+        self._cache = cache
         self._grammars = grammars or GrammarCache(None)
-        keeper = keeper or StateCacheManager(
-            share_slots, slots, with_whole_chunks=with_whole_chunks
-        )
-        waiting = RequestQueue(max_waiting, max_waiting_tokens)
-        super().__init__(keeper, slots, waiting, DecodeScheduler(most_steps, overlaps))
-        self._intake = Intake(slots, overlaps)
+        self._slots = SlotAllocator(config.slots)
+        self._queue = RequestQueue(config.max_waiting, config.max_waiting_tokens)
+        self._decoding = DecodeScheduler(config.most_steps, config.overlaps)
+        self._output = StepOutput()
+        self._table = RequestTable(cache, self._slots, self._queue, self._decoding, self._output)
+        self._admission = AdmissionLimit(config.slots, config.overlaps)
+        self._budgets = {
+            kind: PrefillBudget(config.max_step_tokens)
+            for kind in (BatchKind.ALL, BatchKind.HOSTED)
+        }
+        self._budgets[BatchKind.PLAIN] = self._budgets[BatchKind.ALL]
         self._refusal: EngineError | None = None  # of everything new
-        self._now = 0.0  # of the latest round's end
-        self._step = Stats()  # the part of the stats that tells of the latest round, until `events`
+        self._now = 0.0  # of the latest commit
+        self._step = Stats()  # of the latest round, until `events`
 
     @property
     def has_work(self) -> bool:
-        """There is something to run or to report."""
-        return bool(self._clients or self._outbox or self._keeper.traffic.busy)
+        """Whether there is something to run or to report."""
+        return bool(self._table or self._output or self._cache.traffic.busy)
 
-    # Requests in.
+    # Requests.
 
-    def add(self, client: Hashable, request: Request, now: float) -> None:
-        """Takes a request, or reports why not. A second request of an id in flight is ignored."""
-        mine = self._clients.get(client, {})
-        if request.id in mine:
+    def enqueue(self, client: Hashable, request: Request, now: float) -> None:
+        """Puts a request into the queue, or reports in an event why it is not taken.
+
+        A second request of an id that is in flight is ignored. Raises nothing on account of the
+        request.
+
+        Args:
+            client: who is told of it.
+            request: its id is unique within the client's requests in flight.
+            now: seconds; its time-out counts from there.
+        """
+        if self._table.has(client, request.id):
             log.warning("request id %d is in flight already; ignored", request.id)
             return
-        sequence = Sequence(self._next_key, client, request, self._eos_token_ids, now)
+        key, eos = self._table.next_key, self._config.eos_token_ids
+        sequence = Sequence(key, client, request, eos, now)
         try:
             self._check(request, now)
-            self._keeper.accept(sequence)
+            self._cache.accept(sequence)
         except EngineError as error:
             self.reject(client, request.id, error)
             return
-        self._next_key += 1
-        self._clients.setdefault(client, mine)[request.id] = sequence
-        self._waiting.add(sequence, now)
-        if sequence.deadline is not None:
-            self._deadlines.put(sequence, sequence.deadline)
-
-    def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
-        """Reports a request that is not taken as failed."""
-        self._outbox.failed(client, request_id, error)
-
-    def refuse(self, error: EngineError) -> None:
-        """From now on new requests fail with `error`."""
-        self._refusal = error
+        self._table.add(sequence, now)
 
     def _check(self, request: Request, now: float) -> None:
         if self._refusal is not None:
             raise self._refusal
-        check_request(request, self._vocab_size, self._eos_token_ids)
-        refusal = self._waiting.refusal(request.owner, request.prompt_tokens, self._slots.free, now)
+        check_request(request, self._config.vocab_size, self._config.eos_token_ids)
+        refusal = self._queue.refusal(request.owner, request.prompt_tokens, self._slots.free, now)
         if refusal is not None:
             raise refusal
 
-    # A step.
+    def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
+        """Reports a request that was never enqueued as failed."""
+        self._output.failed(client, request_id, error)
 
-    def plan(self, now: float) -> StepPlan:
-        """The next round; empty only when there is nothing to do yet. None may be under way."""
+    def refuse(self, error: EngineError) -> None:
+        """Makes all requests fail with `error` that are enqueued from now on."""
+        self._refusal = error
+
+    def abort(
+        self,
+        client: Hashable,
+        ids: Iterable[int] | None,
+        reason: FinishReason,
+        now: float,
+        kept: Iterable[int] = (),
+    ) -> None:
+        """Ends requests early; those that are unknown or have ended are passed over.
+
+        Requests that have ended, but for their states' files, wait for these no longer.
+
+        Args:
+            client: whose requests they are.
+            ids: which ones; None: all of the client's.
+            reason: what they are told to have ended with.
+            now: seconds.
+            kept: parallel to `ids`, how many tokens of the answer stand in the text whose state is
+                kept (`Abort.kept`); empty: all that were delivered.
+        """
+        self._table.abort(client, ids, reason, now, kept)
+
+    def abort_all(self, now: float) -> None:
+        """Ends every request as aborted."""
+        self._table.abort_all(now)
+
+    # A round.
+
+    def schedule(self, now: float) -> StepPlan:
+        """Makes the next plan. No round may be under way.
+
+        Returns the plan, which is to be carried out unless it is `empty`: there is nothing to do
+        yet.
+        """
         self._look_around(now)
-        return self._first_of(self._rounds.turns(), now, [])
+        return self._first_plan(self._decoding.kinds(), now, [])
 
-    def plan_ahead(self, now: float) -> StepPlan:
-        """What follows the one round under way, whatever that brings. Empty when nothing does, or
-        when that cannot be said, because the host has a part in the draws of both."""
+    def schedule_ahead(self, now: float) -> StepPlan:
+        """Makes the plan that follows the one round under way, whatever that brings.
+
+        Returns an empty plan when nothing is to follow, when two rounds are under way, or when it
+        cannot be known what follows, because the host samples for rows of both.
+        """
         self._look_around(now)
-        due = self._due()
-        free = self._slots.free + len(due)
-        coming = sum(one.max_tokens > 1 for one in self._reading(BatchKind.PLAIN))
-        coming += min(self._waiting.lasting, free)
-        first = self._next(free) if free else None
-        prompts = [*self._prefilling.values(), *([first] if first else [])]
-        return self._first_of(self._rounds.turns_ahead(prompts, coming), now, due)
+        ending = self._table.ending()
+        free = self._slots.free + len(ending)
+        coming = sum(one.max_tokens > 1 for one in self._table.reading(BatchKind.PLAIN))
+        coming += min(self._queue.lasting, free)
+        first = self._next_waiting(free) if free else None
+        prompts = [*self._table.prefilling.values(), *([first] if first else [])]
+        return self._first_plan(self._decoding.kinds_ahead(prompts, coming), now, ending)
 
-    def _first_of(self, turns: Collection[BatchKind], now: float, due: list[Sequence]) -> StepPlan:
-        """That of the first turn with something to do; slots of those `due` may go to others."""
-        if turns:
-            self._keeper.tiers.begin_plan()
-        plans = (self._plan(now, turn, due) for turn in turns)
-        return next((plan for plan in plans if not plan.empty), StepPlan())
+    def _first_plan(
+        self, kinds: Collection[BatchKind], now: float, ending: list[Sequence]
+    ) -> StepPlan:
+        """The plan of the first kind that has something to do."""
+        if kinds:
+            self._cache.tiers.begin_plan()
+        for kind in kinds:
+            plan = self._schedule(kind, now, ending)
+            if not plan.empty:
+                return plan
+        return StepPlan()
 
-    def _plan(self, now: float, turn: BatchKind, due: list[Sequence]) -> StepPlan:
+    def _schedule(self, kind: BatchKind, now: float, ending: list[Sequence]) -> StepPlan:
+        """A plan of this kind. The slots of sequences that are `ending` may go to others."""
         plan = StepPlan()
-        self._readmit(plan, turn)
-        free = self._slots.free + len(due)
-        most, waiting = self._intake.most(free), min(self._waiting.ready, free)
-        if waiting >= most or self._reading(turn) or not self._rounds.is_patient(turn):
-            self._admit(plan, now, turn, most, due)
-        reading = [one for one in self._reading(turn) if one.remaining]
-        for sequence, length in self._budgets[turn is BatchKind.HOSTED].share(reading):
-            self._read(plan, sequence, length, now)
-        beginning = [self._prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
-        self._rounds.plan(plan, turn, beginning)
-        for sequence in (one for one in beginning if one.row >= 0):
-            del self._prefilling[sequence.key]
-        if not plan.empty or self._keeper.traffic.fetching:
-            self._keeper.traffic.take_moves(plan)
+        self._table.readmit(plan, kind)
+        self._schedule_admissions(plan, kind, now, ending)
+        self._schedule_prefill(plan, kind, now)
+        self._schedule_decode(plan, kind)
+        if not plan.empty or self._cache.traffic.fetching:
+            self._cache.traffic.take_moves(plan)
         if not plan.empty:
-            plan.release, self._released = self._released, []
-            self._rounds.start(plan)
+            plan.release = self._table.take_ended()
+            self._decoding.start(plan)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Takes in what a plan brought. Sequences that ended meanwhile are passed over."""
+        """Moves sequences on by what a round brought. The round is under way no longer.
+
+        Sequences that ended meanwhile are passed over.
+
+        Args:
+            plan: the oldest of those made and not completed yet.
+            result: what the runner gave for it.
+            now: seconds.
+        """
         self._now = now
         for ticket, state in result.exports.items():
-            self._keeper.traffic.arrived(ticket, state)
-        batch, decoding = self._rounds.land(plan), len(plan.decode)
+            self._cache.traffic.arrived(ticket, state)
+        running = self._table.running
+        batch, decoding = self._decoding.complete(plan), len(plan.decode)
         if batch is not None and result.drawn is not None:
-            batch.note(result.drawn)
+            batch.begin_commit(result.drawn)
             joined = (row.key for row in plan.decode if row.token < 0)
-            decoding = batch.members - sum(self._running(key) is not None for key in joined)
+            decoding = batch.active - sum(running(key) is not None for key in joined)
         for key, error in result.errors():
-            sequence = self._running(key)
-            if sequence is not None:
-                self._fail(sequence, error)
+            if (sequence := running(key)) is not None:
+                self._table.fail(sequence, error)
         for scored in result.scored:
-            sequence = self._running(scored.key)
-            if sequence is not None:
+            if (sequence := running(scored.key)) is not None:
                 start = scored.start - sequence.lead
                 scores = Scores(sequence.request.id, start, scored.reports)
-                self._outbox.scores(sequence.client, scores)
+                self._output.scores(sequence.client, scores)
         for chunk in plan.prefill:
-            if (sequence := self._running(chunk.key)) is not None:
-                self._advance(sequence, chunk.start + len(chunk.tokens), now)
+            if (sequence := running(chunk.key)) is not None:
+                self._commit_chunk(sequence, chunk.start + len(chunk.tokens), now)
         tokens = 0
         for sampled in result.sampled:
-            sequence = self._running(sampled.key)
-            if sequence is not None:
-                tokens += self._take(sequence, sampled, now)
+            if (sequence := running(sampled.key)) is not None:
+                tokens += self._commit_token(sequence, sampled, now)
         if batch is not None and result.drawn is not None:
-            tokens += batch.take_in(result.drawn, plan.steps, self._outbox, self._take_last, now)
-        left = 0 if batch is None else batch.members
-        self._step = self._rounds.note(plan, result, decoding, left, tokens)
+            commit_last = self._commit_last
+            tokens += batch.commit(result.drawn, plan.steps, self._output, commit_last, now)
+        left = 0 if batch is None else batch.active
+        self._step = self._decoding.measure(plan, result, decoding, left, tokens)
 
     def fail(self, plan: StepPlan, error: EngineError) -> None:
-        """The plan could not be carried out: every sequence that took part in it fails.
+        """Fails every sequence that took part in a plan that could not be carried out.
 
-        So must every plan under way after it.
+        Plans that were started after it must fail too.
         """
-        self._keeper.fail(plan)
-        for sequence in self._rounds.fail(plan):
-            self._fail(sequence, error)
+        self._cache.fail(plan)
+        for sequence in self._decoding.fail(plan):
+            self._table.fail(sequence, error)
         for key in plan.participants():
-            if (participant := self._running(key)) is not None:
-                self._fail(participant, error)
-        self._released.extend(plan.release)
+            if (participant := self._table.running(key)) is not None:
+                self._table.fail(participant, error)
+        self._table.put_back_ended(plan.release)
 
     def fail_all(self, error: EngineError) -> None:
-        """Nothing can be served any more: every request fails, and so does every new one."""
-        for sequence in self._in_flight():
-            self._fail(sequence, error)
+        """Fails every request, and every one that is enqueued later: nothing can be served."""
+        self._table.fail_all(error)
         self.refuse(error)
 
+    # What there is to tell.
+
     def load(self, of: Stats | None = None) -> Stats:
-        """As it is now; the rest is `of` a round."""
+        """The present load, beside what `of` says of a round."""
         return msgspec.structs.replace(
             of or Stats(),
             running=self._slots.used,
-            waiting=len(self._waiting),
-            waiting_tokens=self._waiting.tokens,
-            pace=self._waiting.pace(self._now),
+            waiting=len(self._queue),
+            waiting_tokens=self._queue.tokens,
+            pace=self._queue.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
-            **self._keeper.load(self._slots.used, self._state_bytes),
+            **self._cache.load(self._slots.used, self._config.state_bytes),
         )
 
     def events(self, anybody: Collection[Hashable] = ()) -> dict[Hashable, StepEvents]:
-        """What happened since the last call, for every client that has a part in it; what nobody
-        has a part in is told later, but for errors of the disk, of which `anybody` is told."""
-        listeners: Collection[Hashable] = self._clients.keys()
-        if self._keeper.states.store_errors and not self._outbox:
+        """What happened since the last call, for every client that has a part in it.
+
+        What no client has a part in is told by a later call. Errors of the disk are not: if there
+        is nobody else to tell, `anybody` is told of them.
+        """
+        listeners: Collection[Hashable] = self._table.clients
+        if self._cache.states.store_errors and not self._output:
             listeners = listeners or anybody
         step, self._step = self._step, Stats()
-        if not (listeners or self._outbox):
+        if not (listeners or self._output):
             return {}
-        stats = msgspec.structs.replace(self.load(step), **self._keeper.happened())
-        return self._outbox.take(stats, listeners)
+        stats = msgspec.structs.replace(self.load(step), **self._cache.happened())
+        return self._output.drain(stats, listeners)
 
-    # Planning.
+    # Scheduling.
 
     def _look_around(self, now: float) -> None:
-        """Whose grammar is compiled and whose state is read by now, and whose time is over?"""
+        """Resumes whose grammar is compiled and whose state is read by now; ends who is late."""
         for grammar in self._grammars.collect():
-            self._waiting.resume(grammar)
-        for kept in self._keeper.collect():
-            self._waiting.resume(kept)
-        self._end_overdue(now)
+            self._queue.resume(grammar)
+        for kept in self._cache.collect():
+            self._queue.resume(kept)
+        self._table.expire(now)
 
-    def _admit(
-        self, plan: StepPlan, now: float, turn: BatchKind, most: int, due: list[Sequence]
+    def _schedule_admissions(
+        self, plan: StepPlan, kind: BatchKind, now: float, ending: list[Sequence]
     ) -> None:
+        """Gives slots to waiting requests, unless gathering more of them first pays."""
+        free = self._slots.free + len(ending)
+        limit, waiting = self._admission.limit(free), min(self._queue.ready, free)
+        reading = bool(self._table.reading(kind))
+        if waiting < limit and not reading and self._decoding.defers_prompts(kind):
+            return
         admitted, masks = 0, MaskBudget()
-        # Others than its own, who are read in the next plan, come along where this has some to do.
-        goes = self._rounds.decodes(turn) or bool(self._reading(turn))
-        while (sequence := self._next(free := self._slots.free + len(due))) is not None and free:
-            own = turn.has(sequence)
-            if admitted == most or not (own or goes) or not masks.has_room(sequence.mask_cost):
+        # Requests of another kind, which are read in the next plan, come along where this one has
+        # something to do.
+        goes = reading or self._decoding.decodes(kind)
+        while (sequence := self._next_waiting(free := self._slots.free + len(ending))) and free:
+            own = kind.has(sequence)
+            if admitted == limit or not (own or goes) or not masks.has_room(sequence.mask_cost):
                 break
             if not self._slots.free:
-                self._hand_over(due.pop(0))  # which may cost the state that would be found
+                # Before the lookup: it may cost the very state that would be found.
+                self._table.hand_over(ending.pop(0))
             try:
-                found = self._keeper.find(sequence)
+                found = self._cache.find(sequence)
             except EngineError as error:
-                if not (isinstance(error, StateNotFound) and self._follows(sequence, now)):
-                    self._fail(sequence, error)
+                if not (isinstance(error, StateNotFound) and self._follow(sequence, now)):
+                    self._table.fail(sequence, error)
                 continue
             if (awaited := found.awaited or found.loading) is not None:
-                self._waiting.hold(sequence, awaited)
+                self._queue.hold(sequence, awaited)
                 continue
             if not own and found.length == sequence.prompt_tokens:
-                break  # its first token is drawn in the plan that admits it
-            self._waiting.depart(sequence, sequence.unspent - found.length)
-            self._outbox.started(sequence.client, sequence.request.id)
-            sequence.slot = self._slots.take()
-            self._keeper.admit(plan, sequence, found)
+                break  # its first token is sampled in the plan that admits it
+            self._queue.dequeue(sequence, sequence.unspent - found.length)
+            self._output.started(sequence.client, sequence.request.id)
+            sequence.slot = self._slots.allocate()
+            self._cache.admit(plan, sequence, found)
             admitted, goes = admitted + 1, True
             if sequence.begins_drawn:
                 sequence.begin_drawn(now)
-                self._rounds.add(sequence)
+                self._decoding.add(sequence)
                 continue
-            self._prefilling[sequence.key] = sequence
+            self._table.prefilling[sequence.key] = sequence
             if not sequence.remaining:
-                self._read(plan, sequence, 0, now, plan.admit[-1].source)
-        self._waiting.note_admitted(admitted, now)
+                self._schedule_chunk(plan, sequence, 0, now, plan.admit[-1].source)
+        self._queue.note_admitted(admitted, now)
         if admitted:
-            self._intake.note(self._slots.free)
+            self._admission.note(self._slots.free)
 
-    def _follows(self, sequence: Sequence, now: float) -> bool:
-        """The state that it was to go on from is gone. Where that is because another one has been
-        put in its place since it came, it goes on from that; whether it does."""
-        source = self._keeper.successor(sequence)
+    def _follow(self, sequence: Sequence, now: float) -> bool:
+        """Lets a sequence, whose state to go on from is gone, go on from what has its name now.
+        Returns False where there is no such state."""
+        source = self._cache.successor(sequence)
         if source is None:
             return False
-        self._waiting.remove(sequence)  # where its length is counted
-        self._keeper.change_source(sequence, source)
-        self._waiting.add(sequence, now)
+        self._queue.remove(sequence)  # where its length is counted
+        self._cache.change_source(sequence, source)
+        self._queue.enqueue(sequence, now)
         return True
 
-    def _next(self, free: int) -> Sequence | None:
-        """The first that waits and whose grammar is compiled; has those before it compiled, while
-        no slot is free one at a time: what is kept for long unused may be forgotten again."""
-        while (sequence := self._waiting.first()) and (free or not self._grammars.pending):
+    def _next_waiting(self, free: int) -> Sequence | None:
+        """The first request that waits and whose grammar is compiled.
+
+        Grammars of those before it are given to be compiled; while no slot is free, one at a time,
+        for one that is not used for long may be evicted again.
+        """
+        while (sequence := self._queue.first()) and (free or not self._grammars.pending):
             sampling = sequence.request.sampling
             if sampling.grammar is None:
                 return sequence
@@ -321,14 +409,22 @@ class Scheduler(RequestTable):
                 sequence.mask_cost = self._grammars.cost(sampling.grammar)
                 return sequence
             if isinstance(lacking, EngineError):
-                self._fail(sequence, lacking)
+                self._table.fail(sequence, lacking)
             else:
-                self._waiting.hold(sequence, lacking)
+                self._queue.hold(sequence, lacking)
         return None
 
-    def _read(
+    def _schedule_prefill(self, plan: StepPlan, kind: BatchKind, now: float) -> None:
+        """Shares the round's prompt tokens among the sequences that read."""
+        reading = [one for one in self._table.reading(kind) if one.remaining]
+        for sequence, length in self._budgets[kind].share(reading):
+            self._schedule_chunk(plan, sequence, length, now)
+
+    def _schedule_chunk(
         self, plan: StepPlan, sequence: Sequence, length: int, now: float, source: int | None = None
     ) -> None:
+        """Plans the next `length` tokens of a prompt. With `source` there are none, and the first
+        token is sampled from the logits kept at that place."""
         if sequence.started_at is None:
             sequence.started_at = now
         start, stop = sequence.position, sequence.position + length
@@ -344,41 +440,51 @@ class Scheduler(RequestTable):
                 source=source,
             )
         )
-        self._keeper.passes(plan, sequence, stop)
+        self._cache.passes(plan, sequence, stop)
         sequence.position = stop
         if stop in sequence.marks:
             sequence.anchor = stop
 
+    def _schedule_decode(self, plan: StepPlan, kind: BatchKind) -> None:
+        """Adds the decode rows. Sequences whose prompts end in this plan may join them at once."""
+        prefilling = self._table.prefilling
+        beginning = [prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
+        self._decoding.schedule(plan, kind, beginning)
+        for sequence in beginning:
+            if sequence.row >= 0:
+                del prefilling[sequence.key]
+
     # Committing.
 
-    def _advance(self, sequence: Sequence, position: int, now: float) -> None:
-        place = self._keeper.landed(sequence, position)
-        if place is not None:
-            self._waiting.resume(place)
+    def _commit_chunk(self, sequence: Sequence, position: int, now: float) -> None:
+        """The prompt has been read up to `position`."""
+        stored = self._cache.landed(sequence, position)
+        if stored is not None:
+            self._queue.resume(stored)
         if position == sequence.prompt_tokens:
             sequence.is_read = True
             if sequence.max_tokens == 0:
-                self._finish(sequence, "length", now, read=0)
-            elif self._prefilling.pop(sequence.key, None) is not None:
-                self._rounds.add(sequence)
+                self._table.finish(sequence, "length", now, read=0)
+            elif self._table.prefilling.pop(sequence.key, None) is not None:
+                self._decoding.add(sequence)
 
-    def _take(self, sequence: Sequence, sampled: Sampled, now: float) -> int:
-        """Delivers a drawn token; returns how many tokens that were, 0 or 1."""
+    def _commit_token(self, sequence: Sequence, sampled: Sampled, now: float) -> int:
+        """Delivers a sampled token; returns how many tokens that were, 0 or 1."""
         verdict = sequence.verdict(sampled.token)
         if verdict == "stop":
-            self._finish(sequence, "stop", now, read=sequence.drawn)
+            self._table.finish(sequence, "stop", now, read=sequence.drawn)
             return 0
         sequence.append(sampled.token, sampled.report, now)
         request = sequence.request
         if request.stream:
-            self._outbox.token(sequence.client, request.id, sampled.token, sampled.report)
+            self._output.token(sequence.client, request.id, sampled.token, sampled.report)
         if sampled.complete:
             verdict = "stop"
         if verdict is not None:
-            self._finish(sequence, verdict, now, read=sequence.drawn - 1)
+            self._table.finish(sequence, verdict, now, read=sequence.drawn - 1)
         return 1
 
-    def _take_last(
+    def _commit_last(
         self, sequence: Sequence, ids: array[int], reports: PackedLogprobs | None, now: float
     ) -> int:
         """Delivers the tokens with which the device ended a row; returns how many that were."""
@@ -386,9 +492,9 @@ class Scheduler(RequestTable):
         request, reports = sequence.request, reports and reports.part(0, taken)
         if request.stream and taken:
             run = Run([request.id], taken, pack_ids(ids[:taken]), reports)
-            self._outbox.run(sequence.client, run)
+            self._output.run(sequence.client, run)
         sequence.note(reports)
         if verdict is not None:
             read = sequence.drawn - (verdict == "length")
-            self._finish(sequence, verdict, now, read)
+            self._table.finish(sequence, verdict, now, read)
         return taken

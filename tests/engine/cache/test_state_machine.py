@@ -287,7 +287,7 @@ class StateMachine(RuleBasedStateMachine):
     def abort(self, one: Asked, kept: int, stop: bool) -> None:
         if one.end is not None:
             return
-        if one.request.id not in self.engine._scheduler._clients.get("c", {}):
+        if one.request.id not in self.engine._scheduler._table._clients.get("c", {}):
             stop = stop and not one.request.stream  # it is over, but for its state's file
         elif stop and one.request.stream:
             one.kept = min(kept, len(one.tokens))
@@ -375,9 +375,9 @@ class StateMachine(RuleBasedStateMachine):
         raise AssertionError("a call is never answered")
 
     def _step(self) -> None:
-        rounds = self.engine._scheduler._rounds
-        if rounds._step_seconds:  # else how long a step took would decide what a rule finds
-            rounds._step_seconds = 1e-3
+        decoding = self.engine._scheduler._decoding
+        if decoding._step_seconds:  # else how long a step took would decide what a rule finds
+            decoding._step_seconds = 1e-3
         for events in self.engine.step().values():
             self.seen["hits"] += events.stats.prefix_hits
             self.seen.update(events.stats.evictions)

@@ -339,7 +339,7 @@ def test_who_waits_for_a_file_goes_on_from_what_has_replaced_it(
     talk.finish()
     assert stored(talk.ends[new]) is True
     assert text(talk.ends[reader]) == b"lm"
-    queued = talk.engine._scheduler._waiting._queued.of("")
+    queued = talk.engine._scheduler._queue._queued.of("")
     assert queued == (0, 0) and talk.engine._scheduler._slots.used == 0
     assert text(talk.run(b"", 1, state="s")) == b"l"
 
@@ -409,7 +409,7 @@ def test_a_round_that_fails_before_the_file_is_written_loses_the_state(tmp_path:
     talk = Talk(state_folder=str(tmp_path))
     turn(talk, b"abc")
     id = talk.submit(b"", 2, state="s", keep=KeepState(id="s"))
-    while talk.engine._scheduler._clients:
+    while talk.engine._scheduler._table:
         talk.step()
     talk.runner.failures.append(RuntimeError("boom"))
     talk.finish()

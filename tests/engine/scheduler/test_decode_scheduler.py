@@ -25,6 +25,7 @@ from engine.sequence import Sequence
 from engine.step_plan import Drawn, Sampled, StepPlan, StepResult
 from engine.structured_output.grammar_cache import GrammarCache
 from tests.engine.fake import FakeRunner, recite
+from tests.engine.schedulers import make_scheduler
 from tests.engine.witness import VOCAB, StrictRunner, Witness
 
 
@@ -499,17 +500,7 @@ def test_who_waits_without_a_free_slot_does_not_stop_the_batch() -> None:
 
 
 def plain_scheduler(slots: int) -> Scheduler:
-    return Scheduler(
-        vocab_size=100,
-        eos_token_ids=(),
-        slots=slots,
-        share_slots=0,
-        max_step_tokens=512,
-        max_waiting=10,
-        state_bytes=1,
-        most_steps=32,
-        overlaps=True,
-    )
+    return make_scheduler(slots, share_slots=0, vocab_size=100, most_steps=32, overlaps=True)
 
 
 def first_result(plan: StepPlan) -> StepResult:
@@ -521,20 +512,20 @@ def first_result(plan: StepPlan) -> StepResult:
 def test_the_row_of_an_aborted_sequence_ends_before_others_take_it_and_its_slot() -> None:
     scheduler = plain_scheduler(slots=4)
     for id in range(4):
-        scheduler.add("c", ask(id), 0.0)
-    first = scheduler.plan(0.0)
+        scheduler.enqueue("c", ask(id), 0.0)
+    first = scheduler.schedule(0.0)
     assert first.plain and not first.again and first.at == [0, 1, 2, 3]
     assert [(row.token, row.position) for row in first.decode] == [(-1, 1)] * 4
-    second = scheduler.plan_ahead(0.0)
+    second = scheduler.schedule_ahead(0.0)
     assert second.again and (second.decode, second.leave) == ([], [])
-    assert scheduler.plan_ahead(0.0).empty, "one round ahead is enough"
+    assert scheduler.schedule_ahead(0.0).empty, "one round ahead is enough"
     scheduler.abort("c", [2], "abort", 0.0)
-    scheduler.add("c", ask(9), 0.0)
+    scheduler.enqueue("c", ask(9), 0.0)
     assert scheduler.events()["c"].stats.slots_used == 3
     scheduler.commit(first, first_result(first), 0.0)
     events = scheduler.events()["c"]
     assert tokens_of(events) == {0: [5, 6], 1: [5, 7], 3: [5, 9]}
-    third = scheduler.plan_ahead(0.0)
+    third = scheduler.schedule_ahead(0.0)
     assert third.again and third.leave == [2] and third.at == [2]
     assert [admission.slot for admission in third.admit] == [first.admit[2].slot]
     drawn = Drawn(pack_ids([16, 17, 18, 19]), {})
@@ -549,12 +540,12 @@ def test_what_a_sequence_has_drawn_is_known_when_it_leaves_its_batch() -> None:
     """However many rounds that was, and whenever it joined."""
     scheduler = plain_scheduler(slots=3)
     plain = Request(id=0, prompt=pack_ids([1]), sampling=LONG, stream=False)
-    scheduler.add("c", plain, 0.0)
+    scheduler.enqueue("c", plain, 0.0)
     expected: dict[int, list[int]] = {0: [], 1: []}
     for step in range(700):
         if step == 450:
-            scheduler.add("c", msgspec.structs.replace(plain, id=1), 0.0)
-        plan = scheduler.plan(0.0)
+            scheduler.enqueue("c", msgspec.structs.replace(plain, id=1), 0.0)
+        plan = scheduler.schedule(0.0)
         token = 10 + step % 80
         for chunk in plan.prefill:
             expected[chunk.key].append(5)

@@ -42,7 +42,7 @@ def sequence(
 def depart(queue: RequestQueue) -> Sequence:
     first = queue.first()
     assert first is not None
-    queue.depart(first, first.unspent)
+    queue.dequeue(first, first.unspent)
     return first
 
 
@@ -53,7 +53,7 @@ def order(queue: RequestQueue) -> list[int]:
 def filled(*sequences: Sequence) -> RequestQueue:
     queue = RequestQueue()
     for one in sequences:
-        queue.add(one, 0.0)
+        queue.enqueue(one, 0.0)
     return queue
 
 
@@ -80,10 +80,10 @@ def test_what_was_not_used_is_given_back() -> None:
     queue = filled(*(sequence(key, "careful", answer=10) for key in range(8)))
     generous = [sequence(key, "generous", answer=1000) for key in range(8, 12)]
     for one in generous:
-        queue.add(one, 0.0)
+        queue.enqueue(one, 0.0)
     assert [depart(queue).key for _ in range(2)] == [0, 8]
     assert [depart(queue).key for _ in range(2)] == [1, 2], "the other one is a thousand ahead"
-    queue.give_back(generous[0], 995)
+    queue.refund(generous[0], 995)
     assert depart(queue).key == 9, "it took five tokens only"
 
 
@@ -92,7 +92,7 @@ def test_a_pause_saves_nothing_up() -> None:
     for _ in range(10):
         depart(queue)
     for key in range(20, 26):
-        queue.add(sequence(key, "back"), 0.0)
+        queue.enqueue(sequence(key, "back"), 0.0)
     owners = [depart(queue).owner for _ in range(8)]
     assert Counter(owners) == {"busy": 4, "back": 4}
 
@@ -100,12 +100,12 @@ def test_a_pause_saves_nothing_up() -> None:
 def test_being_held_saves_nothing_up() -> None:
     queue = filled(*(sequence(key, "busy") for key in range(20)))
     held = sequence(20, "held")
-    queue.add(held, 0.0)
+    queue.enqueue(held, 0.0)
     queue.hold(held, prefix := CachedState(1))
     for _ in range(10):
         assert depart(queue).owner == "busy"
     for key in range(21, 30):
-        queue.add(sequence(key, "held"), 0.0)
+        queue.enqueue(sequence(key, "held"), 0.0)
     queue.resume(prefix)
     owners = [depart(queue).owner for _ in range(8)]
     assert Counter(owners) == {"busy": 4, "held": 4}
@@ -115,12 +115,12 @@ def test_giving_back_earns_no_head_start() -> None:
     """What was charged and not used moved the clock on, from which others then started."""
     queue = RequestQueue()
     for key in range(5):
-        queue.add(sequence(key, "early", answer=1000), 0.0)
+        queue.enqueue(sequence(key, "early", answer=1000), 0.0)
     gone = [depart(queue) for _ in range(3)]
     for key in range(5, 10):
-        queue.add(sequence(key, "new", answer=10), 0.0)
+        queue.enqueue(sequence(key, "new", answer=10), 0.0)
     for one in gone:
-        queue.give_back(one, 1000)
+        queue.refund(one, 1000)
     assert [depart(queue).owner for _ in range(3)] in (
         ["early", "new", "new"],
         ["new", "early", "new"],
@@ -141,8 +141,8 @@ def test_urgent_ones_come_first_but_not_always() -> None:
 
 def test_an_urgent_arrival_overtakes() -> None:
     queue = filled(sequence(0), sequence(1))
-    queue.add(sequence(2, priority=-5), 0.0)
-    queue.add(sequence(3, priority=5), 0.0)
+    queue.enqueue(sequence(2, priority=-5), 0.0)
+    queue.enqueue(sequence(3, priority=5), 0.0)
     assert order(queue) == [2, 0, 1, 3]
 
 
@@ -171,10 +171,10 @@ def test_when_all_are_held_nobody_is_next() -> None:
 def test_owners_that_come_and_go_leave_nothing() -> None:
     queue = RequestQueue()
     for key in range(1000):
-        queue.add(sequence(key, f"owner {key}", priority=key % 3), 0.0)
-        queue.give_back(depart(queue), 0)
+        queue.enqueue(sequence(key, f"owner {key}", priority=key % 3), 0.0)
+        queue.refund(depart(queue), 0)
         if key % 2:
-            queue.add(aborted := sequence(-1 - key, f"owner {key}"), 0.0)
+            queue.enqueue(aborted := sequence(-1 - key, f"owner {key}"), 0.0)
             queue.remove(aborted)
     assert len(queue) == 0 and queue.tokens == 0 and queue.of("owner 3") == (0, 0)
     assert not queue._levels and not queue._queued.owners
@@ -193,14 +193,14 @@ class Model:
         one = sequence(self.key, owner, priority, prompt, answer)
         self.waiting[self.key] = one
         self.key += 1
-        self.queue.add(one, 0.0)
+        self.queue.enqueue(one, 0.0)
 
     def depart(self) -> Sequence | None:
         first = self.queue.first()
         assert (first is None) == (not self.waiting), "it is work-conserving"
         if first is None:
             return None
-        self.queue.depart(first, first.unspent)
+        self.queue.dequeue(first, first.unspent)
         del self.waiting[first.key]
         self.departed.append(first)
         return first
@@ -293,17 +293,17 @@ def test_the_queue_says_why_it_has_no_room() -> None:
     assert refused("a", 10_000) is None, "the first may have any length"
     for key in range(6):
         assert refused("a", 1) is None
-        queue.add(sequence(key, "a"), 0.0)
+        queue.enqueue(sequence(key, "a"), 0.0)
     assert refused("a", 1) == ("share_full", "6 requests of this key are waiting already")
     assert refused("a", 1, free=1) is None
     assert refused("b", 1) is None
     assert refused("b", 95) == ("queue_full", "6 prompt tokens are waiting already")
     assert refused("b", 95, free=7) is None, "it waits for nobody's end"
-    queue.add(sequence(6, "a", prompt=60), 0.0)
+    queue.enqueue(sequence(6, "a", prompt=60), 0.0)
     message = "66 prompt tokens of this key are waiting already"
     assert refused("a", 30, free=3) == ("share_full", message)
     assert refused("b", 25, free=3) is None
-    queue.add(sequence(7, "b"), 0.0)
+    queue.enqueue(sequence(7, "b"), 0.0)
     assert refused("c", 1) == ("queue_full", "8 requests are waiting already")
 
 

@@ -20,20 +20,14 @@ from engine.protocol.token_ids import pack_ids
 from engine.scheduler.scheduler import Scheduler
 from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Sampled, StepPlan, StepResult
+from tests.engine.schedulers import make_scheduler
 
 ROOT = Path(__file__).resolve().parents[3]
 EOS = 9
 
 
 def make(**changes: int) -> Scheduler:
-    options = {
-        "slots": 4,
-        "share_slots": 4,
-        "max_step_tokens": 512,
-        "max_waiting": 100,
-        "state_bytes": 10,
-    }
-    return Scheduler(vocab_size=10, eos_token_ids=(EOS,), **(options | changes))
+    return make_scheduler(eos_token_ids=(EOS,), **changes)
 
 
 def ask(id: int, length: int = 1, max_tokens: int = 4, token: int = 1, **fields: object) -> Request:
@@ -44,7 +38,7 @@ def ask(id: int, length: int = 1, max_tokens: int = 4, token: int = 1, **fields:
 
 def run(scheduler: Scheduler, token: int = 2, now: float = 0.0) -> StepPlan:
     """One step in which every sequence that draws draws `token`."""
-    plan = scheduler.plan(now)
+    plan = scheduler.schedule(now)
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
     keys += [row.key for row in plan.decode]
     scheduler.commit(plan, StepResult([Sampled(key, token, None) for key in keys]), now)
@@ -109,8 +103,8 @@ def test_scheduling_needs_no_torch() -> None:
 def test_max_tokens_end_with_length_and_eos_with_stop() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=2), 0)
-    scheduler.add("c", ask(1, max_tokens=5), 0)
+    scheduler.enqueue("c", ask(0, max_tokens=2), 0)
+    scheduler.enqueue("c", ask(1, max_tokens=5), 0)
     run(scheduler)
     run(scheduler)
     assert log.read().reason(0) == "length" and log.tokens == {0: [2, 2], 1: [2, 2]}
@@ -136,7 +130,7 @@ def test_max_tokens_end_with_length_and_eos_with_stop() -> None:
 def test_finish_rule(sampling: SamplingParams, token: int, reason: str | None) -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, sampling=sampling), 0)
+    scheduler.enqueue("c", ask(0, sampling=sampling), 0)
     run(scheduler, token)
     log.read()
     assert (log.reason(0) if log.ends else None) == reason
@@ -145,7 +139,7 @@ def test_finish_rule(sampling: SamplingParams, token: int, reason: str | None) -
 def test_unstreamed_tokens_come_with_the_end() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=3, stream=False), 0)
+    scheduler.enqueue("c", ask(0, max_tokens=3, stream=False), 0)
     for token in (4, 5, 6):
         run(scheduler, token)
         log.read()
@@ -156,7 +150,7 @@ def test_unstreamed_tokens_come_with_the_end() -> None:
 def test_scoring_alone_ends_without_a_draw() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, length=3, max_tokens=0, score=True), 0)
+    scheduler.enqueue("c", ask(0, length=3, max_tokens=0, score=True), 0)
     plan = run(scheduler)
     (chunk,) = plan.prefill
     assert chunk.targets is not None and list(chunk.targets) == [1, 1, -1] and not chunk.sample
@@ -169,7 +163,7 @@ def test_targets_begin_at_score_from_in_every_chunk() -> None:
     scheduler = make(max_step_tokens=SCAN_CHUNK)
     prompt = pack_ids([token % 9 for token in range(300)])
     request = Request(id=0, prompt=prompt, score=True, score_from=200)
-    scheduler.add("c", request, 0)
+    scheduler.enqueue("c", request, 0)
     first, second, third = run(scheduler), run(scheduler), run(scheduler)
     assert first.prefill[0].targets is None
     assert list(second.prefill[0].targets or []) == [-1] * (199 - 128) + [
@@ -181,9 +175,9 @@ def test_targets_begin_at_score_from_in_every_chunk() -> None:
 def test_timeouts_end_waiting_and_running_requests_with_what_they_have() -> None:
     scheduler = make(slots=1)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=99, timeout=5.0), 0)
-    scheduler.add("c", ask(1, timeout=3.0), 0)
-    scheduler.add("c", ask(2, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(0, max_tokens=99, timeout=5.0), 0)
+    scheduler.enqueue("c", ask(1, timeout=3.0), 0)
+    scheduler.enqueue("c", ask(2, max_tokens=1), 0)
     run(scheduler, now=1.0)
     run(scheduler, now=4.0)
     assert log.read().reason(1) == "timeout" and 0 not in log.ends
@@ -197,26 +191,26 @@ def test_timeouts_end_waiting_and_running_requests_with_what_they_have() -> None
 def test_abort_waiting_running_and_unknown() -> None:
     scheduler = make(slots=1)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=99), 0)
-    scheduler.add("c", ask(1), 0)
+    scheduler.enqueue("c", ask(0, max_tokens=99), 0)
+    scheduler.enqueue("c", ask(1), 0)
     run(scheduler)
     scheduler.abort("c", [0], "stop", 0)
     scheduler.abort("c", [1, 1, 77], "abort", 0)
     scheduler.abort("other", [0], "abort", 0)
     assert log.read().reason(0) == "stop" and log.reason(1) == "abort"
-    assert not scheduler.has_work and scheduler.plan(0).empty
+    assert not scheduler.has_work and scheduler.schedule(0).empty
 
 
 def test_abort_between_plan_and_commit_delivers_nothing_more() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=99), 0)
-    plan = scheduler.plan(0)
+    scheduler.enqueue("c", ask(0, max_tokens=99), 0)
+    plan = scheduler.schedule(0)
     scheduler.abort("c", [0], "abort", 0)
     scheduler.commit(plan, StepResult([Sampled(plan.prefill[0].key, 2, None)]), 0)
     assert log.read().tokens == {} and log.reason(0) == "abort"
-    scheduler.add("c", ask(1), 0)
-    assert scheduler.plan(0).release == [plan.prefill[0].key]
+    scheduler.enqueue("c", ask(1), 0)
+    assert scheduler.schedule(0).release == [plan.prefill[0].key]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +251,8 @@ def test_abort_between_plan_and_commit_delivers_nothing_more() -> None:
 def test_bad_requests_fail_alone(request_: Request, param: str) -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(1, max_tokens=1), 0)
-    scheduler.add("c", request_, 0)
+    scheduler.enqueue("c", ask(1, max_tokens=1), 0)
+    scheduler.enqueue("c", request_, 0)
     run(scheduler)
     failed = log.read().ends[0]
     assert isinstance(failed, Failed)
@@ -271,7 +265,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     scheduler = make(slots=2, max_waiting=3)
     log = Log(scheduler)
     for id in range(7):
-        scheduler.add("c", ask(id, max_tokens=1), 0)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 0)
     failed = [log.read().ends[id] for id in (5, 6)]
     assert len(log.ends) == 2
     assert all(isinstance(one, Failed) and one.code == "queue_full" for one in failed)
@@ -279,7 +273,7 @@ def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
     assert 0 < (waits[0] or 0) < (waits[1] or 0), "those refused do not all come back at once"
     assert all("try again in" in one.message for one in failed if isinstance(one, Failed))
     run(scheduler)
-    scheduler.add("c", ask(7, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(7, max_tokens=1), 0)
     finish(scheduler, log)
     assert [log.reason(id) for id in (0, 1, 2, 3, 4, 7)] == ["length"] * 6
 
@@ -288,12 +282,12 @@ def test_retry_after_follows_the_pace_of_departures() -> None:
     scheduler = make(slots=1, max_waiting=1)
     log = Log(scheduler)
     for id in range(20):
-        scheduler.add("c", ask(id, max_tokens=1), 3.0 * id)
-        scheduler.add("c", ask(100 + id, max_tokens=1), 3.0 * id)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 3.0 * id)
+        scheduler.enqueue("c", ask(100 + id, max_tokens=1), 3.0 * id)
         run(scheduler, now=3.0 * id)
         log.read()
     for id in (200, 201):
-        scheduler.add("c", ask(id, max_tokens=1), 60.0)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 60.0)
     refused = [end for end in log.read().ends.values() if isinstance(end, Failed)]
     assert refused
     assert all(end.retry_after == pytest.approx(3.0, rel=0.5) for end in refused[-1:])
@@ -302,7 +296,7 @@ def test_retry_after_follows_the_pace_of_departures() -> None:
 def test_the_stats_tell_the_pace_of_the_queue() -> None:
     scheduler = make(slots=1, max_waiting=50)
     for id in range(40):
-        scheduler.add("c", ask(id, max_tokens=1), 0.0)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 0.0)
     for step in range(40):
         run(scheduler, now=3.0 * step)
         pace = scheduler.events()["c"].stats.pace
@@ -314,10 +308,10 @@ def test_no_refusal_promises_room_in_no_time() -> None:
     scheduler = make(slots=1, max_waiting=1)
     log = Log(scheduler)
     for id in range(20):
-        scheduler.add("c", ask(id, max_tokens=1), 1e-3 * id)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 1e-3 * id)
         run(scheduler, now=1e-3 * id)
     for id in range(200, 204):
-        scheduler.add("c", ask(id, max_tokens=1), 0.02)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 0.02)
     refused = [end for end in log.read().ends.values() if isinstance(end, Failed)]
     assert refused and all("try again in 1 s" in end.message for end in refused)
 
@@ -326,7 +320,7 @@ def test_no_waiting_allowed_still_uses_free_slots() -> None:
     scheduler = make(slots=2, max_waiting=0)
     log = Log(scheduler)
     for id in range(3):
-        scheduler.add("c", ask(id, max_tokens=1), 0)
+        scheduler.enqueue("c", ask(id, max_tokens=1), 0)
     run(scheduler)
     assert [log.read().reason(id) for id in range(3)] == ["length", "length", "queue_full"]
 
@@ -334,9 +328,9 @@ def test_no_waiting_allowed_still_uses_free_slots() -> None:
 def test_an_id_in_flight_is_not_taken_twice_but_clients_do_not_clash() -> None:
     scheduler = make()
     ours, theirs = Log(scheduler, "ours"), Log(scheduler, "theirs")
-    scheduler.add("ours", ask(0, max_tokens=2), 0)
-    scheduler.add("ours", ask(0, max_tokens=9), 0)
-    scheduler.add("theirs", ask(0, max_tokens=1), 0)
+    scheduler.enqueue("ours", ask(0, max_tokens=2), 0)
+    scheduler.enqueue("ours", ask(0, max_tokens=9), 0)
+    scheduler.enqueue("theirs", ask(0, max_tokens=1), 0)
     run(scheduler)
     events = scheduler.events()
     assert [end.request for end in events["theirs"].finished] == [0]
@@ -348,16 +342,16 @@ def test_an_id_in_flight_is_not_taken_twice_but_clients_do_not_clash() -> None:
 def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
     scheduler = make(slots=2, max_step_tokens=SCAN_CHUNK)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, length=500, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(0, length=500, max_tokens=1), 0)
     run(scheduler)
-    scheduler.add("c", ask(1, length=200, max_tokens=1, cache_points=(150,)), 0)
+    scheduler.enqueue("c", ask(1, length=200, max_tokens=1, cache_points=(150,)), 0)
     run(scheduler)  # admits 1, which gets no part of the budget
     run(scheduler)  # but has its turn, and then it is the first's again
-    scheduler.add("c", ask(2, length=200, max_tokens=1, cache_points=(150,)), 0)
-    plan = scheduler.plan(0)
+    scheduler.enqueue("c", ask(2, length=200, max_tokens=1, cache_points=(150,)), 0)
+    plan = scheduler.schedule(0)
     scheduler.fail(plan, StepFailed("boom"))
     assert log.read().reason(0) == "step_failed" and set(log.ends) == {0}
-    plan = scheduler.plan(0)
+    plan = scheduler.schedule(0)
     assert 0 in plan.release
     scheduler.fail(plan, StepFailed("boom"))
     assert log.read().reason(1) == "step_failed"
@@ -368,9 +362,9 @@ def test_a_failed_step_fails_who_took_part_and_nobody_else() -> None:
 def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> None:
     scheduler = make(slots=4)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
-    scheduler.add("c", ask(1, length=9, max_tokens=1, cache_points=(8,), owner="b"), 0)
-    scheduler.add("c", ask(2, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
+    scheduler.enqueue("c", ask(0, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
+    scheduler.enqueue("c", ask(1, length=9, max_tokens=1, cache_points=(8,), owner="b"), 0)
+    scheduler.enqueue("c", ask(2, length=9, max_tokens=1, cache_points=(8,), owner="a"), 0)
     first = run(scheduler).admit
     assert [(admission.request.id, admission.cached_tokens) for admission in first] == [
         (0, 0),
@@ -379,24 +373,24 @@ def test_what_one_owner_has_read_or_reads_just_now_is_nothing_to_another() -> No
     (again,) = run(scheduler).admit
     assert (again.request.id, again.cached_tokens) == (2, 8)
     finish(scheduler, log)
-    scheduler.add("c", ask(3, length=9, max_tokens=1), 0)
-    scheduler.add("c", ask(4, length=9, max_tokens=1, owner="c"), 0)
-    scheduler.add("c", ask(5, length=9, max_tokens=1, owner="b"), 0)
+    scheduler.enqueue("c", ask(3, length=9, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(4, length=9, max_tokens=1, owner="c"), 0)
+    scheduler.enqueue("c", ask(5, length=9, max_tokens=1, owner="b"), 0)
     assert [admission.cached_tokens for admission in run(scheduler).admit] == [0, 0, 9]
 
 
 def test_sequences_with_infinite_logits_fail() -> None:
     scheduler = make()
     log = Log(scheduler)
-    scheduler.add("c", ask(0, max_tokens=1, length=5, cache_points=(5,)), 0)
-    scheduler.add("c", ask(1, max_tokens=1), 0)
-    plan = scheduler.plan(0)
+    scheduler.enqueue("c", ask(0, max_tokens=1, length=5, cache_points=(5,)), 0)
+    scheduler.enqueue("c", ask(1, max_tokens=1), 0)
+    plan = scheduler.schedule(0)
     drawn = [Sampled(chunk.key, 2, None) for chunk in plan.prefill]
     scheduler.commit(plan, StepResult(drawn, non_finite=[plan.admit[0].key]), 0)
     assert log.read().reason(0) == "step_failed" and log.reason(1) == "length"
     assert log.tokens == {1: [2]}
-    scheduler.add("c", ask(2, length=6), 0)
-    assert scheduler.plan(0).admit[0].cached_tokens == 1, "a spoiled state is not shared"
+    scheduler.enqueue("c", ask(2, length=6), 0)
+    assert scheduler.schedule(0).admit[0].cached_tokens == 1, "a spoiled state is not shared"
 
 
 # What a step reads.
@@ -404,9 +398,9 @@ def test_sequences_with_infinite_logits_fail() -> None:
 
 def test_decoding_goes_on_beside_a_long_prompt() -> None:
     scheduler = make()
-    scheduler.add("c", ask(0, max_tokens=99), 0)
+    scheduler.enqueue("c", ask(0, max_tokens=99), 0)
     run(scheduler)
-    scheduler.add("c", ask(1, length=5000), 0)
+    scheduler.enqueue("c", ask(1, length=5000), 0)
     for position in range(1, 8):
         plan = run(scheduler)
         assert [(row.key, row.token, row.position) for row in plan.decode] == [(0, 2, position)]
@@ -417,13 +411,13 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
 def test_short_prompts_overtake_a_long_one_but_do_not_starve_it(arrivals: int) -> None:
     scheduler = make(slots=50, max_waiting=1000, share_slots=0)
     log = Log(scheduler)
-    scheduler.add("c", ask(0, length=10_000, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(0, length=10_000, max_tokens=1), 0)
     newest = steps = 0
     while 0 not in log.read().ends:
         steps += 1
         for _ in range(arrivals):
             newest += 1
-            scheduler.add("c", ask(newest, length=100, max_tokens=1), 0)
+            scheduler.enqueue("c", ask(newest, length=100, max_tokens=1), 0)
         run(scheduler)
         if arrivals * 100 <= 256:
             assert log.read().reason(newest) == "length", "short prompts do not wait for it"
@@ -434,7 +428,7 @@ def test_every_prompt_of_many_long_ones_is_read_in_the_end() -> None:
     scheduler = make(slots=3, max_step_tokens=256)
     log = Log(scheduler)
     for id in range(9):
-        scheduler.add("c", ask(id, length=2000 - 100 * id, max_tokens=1), 0)
+        scheduler.enqueue("c", ask(id, length=2000 - 100 * id, max_tokens=1), 0)
     total = sum(2000 - 100 * id for id in range(9))
     for _ in range(2 * total // 256):
         run(scheduler)
@@ -443,7 +437,7 @@ def test_every_prompt_of_many_long_ones_is_read_in_the_end() -> None:
 
 def test_chunks_end_at_multiples_and_use_the_budget() -> None:
     scheduler = make(max_step_tokens=300)
-    scheduler.add("c", ask(0, length=1000), 0)
+    scheduler.enqueue("c", ask(0, length=1000), 0)
     assert [lengths(run(scheduler)) for _ in range(5)] == [
         {0: 256},
         {0: 256},
@@ -455,14 +449,14 @@ def test_chunks_end_at_multiples_and_use_the_budget() -> None:
 
 def test_a_budget_below_the_chunk_is_used_as_it_is() -> None:
     scheduler = make(max_step_tokens=50)
-    scheduler.add("c", ask(0, length=120), 0)
+    scheduler.enqueue("c", ask(0, length=120), 0)
     assert [lengths(run(scheduler)) for _ in range(3)] == [{0: 50}, {0: 50}, {0: 20}]
 
 
 def test_several_prompts_share_a_step() -> None:
     scheduler = make(max_step_tokens=512)
     for id, length in enumerate((700, 300, 30)):
-        scheduler.add("c", ask(id, length=length), 0)
+        scheduler.enqueue("c", ask(id, length=length), 0)
     assert lengths(run(scheduler)) == {0: 256, 2: 30, 1: 128}
     assert lengths(run(scheduler)) == {0: 256, 1: 172}
     assert lengths(run(scheduler)) == {0: 188}
@@ -475,7 +469,7 @@ def test_one_reads_a_shared_prefix_and_the_others_start_from_it() -> None:
     scheduler = make(slots=4, share_slots=1)
     for id in range(3):
         prompt = pack_ids([1] * 300 + [id + 2] * 100)
-        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,)), 0)
+        scheduler.enqueue("c", Request(id=id, prompt=prompt, cache_points=(300,)), 0)
     plan = run(scheduler)
     assert [one.key for one in plan.admit] == [0] and lengths(plan) == {0: 300}
     assert [(copy.source, copy.target) for copy in plan.after] == [(0, 4)]
@@ -500,7 +494,9 @@ def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
     for id in range(2):
         prompt = pack_ids([1] * 300 + [id + 2] * 500)
         sampling = SamplingParams(max_tokens=1)
-        scheduler.add("c", Request(id=id, prompt=prompt, cache_points=(300,), sampling=sampling), 0)
+        scheduler.enqueue(
+            "c", Request(id=id, prompt=prompt, cache_points=(300,), sampling=sampling), 0
+        )
     read = [
         (chunk.key, chunk.start, len(chunk.tokens))
         for plan in finish(scheduler)
@@ -513,8 +509,8 @@ def test_chunks_count_from_the_mark_on_a_miss_and_on_a_hit() -> None:
 def test_the_next_in_line_reads_when_the_reader_leaves() -> None:
     scheduler = make(max_step_tokens=SCAN_CHUNK)
     for id in range(3):
-        scheduler.add("c", ask(id, length=400, max_tokens=1, cache_points=(300,)), 0)
-    scheduler.add("c", ask(3, max_tokens=1, token=5), 0)
+        scheduler.enqueue("c", ask(id, length=400, max_tokens=1, cache_points=(300,)), 0)
+    scheduler.enqueue("c", ask(3, max_tokens=1, token=5), 0)
     plan = run(scheduler)
     assert [one.key for one in plan.admit] == [0, 3], "those who wait hold up nobody else"
     scheduler.abort("c", [0], "abort", 0)
@@ -541,7 +537,7 @@ def test_while_rows_are_short_nobody_waits_for_a_short_prompt(
         for id, ids in enumerate(prompts):
             sampling = SamplingParams(max_tokens=1, choice=choices[id] if fields else 0)
             request = Request(id=first + id, prompt=pack_ids(ids), sampling=sampling, **fields)  # type: ignore[arg-type]
-            scheduler.add("c", request, 0)
+            scheduler.enqueue("c", request, 0)
         return [one.key - first for one in run(scheduler).admit]
 
     twins = [[1] * length] * 2
@@ -566,10 +562,10 @@ def test_while_rows_are_short_nobody_waits_for_a_short_prompt(
 def test_how_much_a_hit_may_cover(fields: dict[str, int], cached: int | None) -> None:
     scheduler = make()
     sampling = SamplingParams(max_tokens=0)
-    scheduler.add("c", ask(0, length=350, cache_points=(300,), sampling=sampling), 0)
+    scheduler.enqueue("c", ask(0, length=350, cache_points=(300,), sampling=sampling), 0)
     finish(scheduler)
-    scheduler.add("c", ask(1, **fields), 0)  # type: ignore[arg-type]
-    (admission,) = scheduler.plan(0).admit
+    scheduler.enqueue("c", ask(1, **fields), 0)  # type: ignore[arg-type]
+    (admission,) = scheduler.schedule(0).admit
     assert admission.cached_tokens == (cached or 0)
     assert (admission.source is None) == (cached is None)
 
@@ -578,7 +574,7 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
     scheduler = make(share_slots=2)
 
     def serve(id: int, length: int, **fields: object) -> int:
-        scheduler.add("c", ask(id, length=length, max_tokens=1, **fields), 0)
+        scheduler.enqueue("c", ask(id, length=length, max_tokens=1, **fields), 0)
         plan = run(scheduler)
         finish(scheduler)
         return plan.admit[0].cached_tokens
@@ -594,20 +590,20 @@ def test_the_longest_prefix_wins_and_the_least_recently_used_goes() -> None:
 def test_marks_of_whole_chunks_split_prompts_nowhere_else() -> None:
     scheduler = make(with_whole_chunks=True, max_step_tokens=300)
     marks = (5, SCAN_CHUNK - 1, 2 * SCAN_CHUNK + 7, 3 * SCAN_CHUNK)
-    scheduler.add("c", ask(0, length=500, cache_points=marks, max_tokens=1), 0)
+    scheduler.enqueue("c", ask(0, length=500, cache_points=marks, max_tokens=1), 0)
     plans = finish(scheduler)
     ends = [chunk.start + len(chunk.tokens) for plan in plans for chunk in plan.prefill]
     assert ends == [2 * SCAN_CHUNK, 3 * SCAN_CHUNK, 500]
     assert sum(len(plan.after) for plan in plans) == 3  # states kept: there, and at the end
-    scheduler.add("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
-    (admission,) = scheduler.plan(0).admit
+    scheduler.enqueue("c", ask(1, length=2 * SCAN_CHUNK + 7, max_tokens=1), 0)
+    (admission,) = scheduler.schedule(0).admit
     assert admission.cached_tokens == 2 * SCAN_CHUNK
 
 
 def test_without_rows_nothing_is_shared_and_nobody_waits() -> None:
     scheduler = make(share_slots=0)
     for id in range(3):
-        scheduler.add("c", ask(id, length=100, cache_points=(50,)), 0)
+        scheduler.enqueue("c", ask(id, length=100, cache_points=(50,)), 0)
     plan = run(scheduler)
     assert len(plan.admit) == 3 and not plan.after
     assert all(chunk.start + len(chunk.tokens) == 50 for chunk in plan.prefill)
@@ -618,7 +614,7 @@ def test_more_marks_in_a_step_than_rows() -> None:
     log = Log(scheduler)
     for id in range(6):
         token = id % 3
-        scheduler.add("c", ask(id, length=60, token=token, cache_points=(50,), max_tokens=1), 0)
+        scheduler.enqueue("c", ask(id, length=60, token=token, cache_points=(50,), max_tokens=1), 0)
     for plan in finish(scheduler, log):
         assert len(plan.after) <= 1
     assert set(log.ends) == set(range(6))
@@ -627,26 +623,26 @@ def test_more_marks_in_a_step_than_rows() -> None:
 @pytest.mark.parametrize("how", ["fails", "is aborted"])
 def test_a_row_comes_back_when_its_snapshot_does_not_stand(how: str) -> None:
     scheduler = make(share_slots=1)
-    scheduler.add("c", ask(0, length=60, cache_points=(50,)), 0)
-    plan = scheduler.plan(0)
+    scheduler.enqueue("c", ask(0, length=60, cache_points=(50,)), 0)
+    plan = scheduler.schedule(0)
     assert [copy.target for copy in plan.after] == [4]
     if how == "fails":
         scheduler.fail(plan, StepFailed("boom"))
     else:
         scheduler.abort("c", [0], "abort", 0)
         scheduler.commit(plan, StepResult(), 0)
-    scheduler.add("c", ask(1, length=60, cache_points=(50,)), 0)
-    plan = scheduler.plan(0)
+    scheduler.enqueue("c", ask(1, length=60, cache_points=(50,)), 0)
+    plan = scheduler.schedule(0)
     assert plan.admit[0].source is None and [copy.target for copy in plan.after] == [4]
 
 
 def test_slots_are_never_freed_twice() -> None:
     slots = SlotAllocator(3, first=5)
-    assert [slots.take() for _ in range(3)] == [5, 6, 7]
+    assert [slots.allocate() for _ in range(3)] == [5, 6, 7]
     with pytest.raises(IndexError):
-        slots.take()
-    slots.give_back(6)
+        slots.allocate()
+    slots.release(6)
     for wrong in (6, 4, 8):
-        with pytest.raises(ValueError, match="not taken"):
-            slots.give_back(wrong)
-    assert slots.take() == 6 and slots.used == 3
+        with pytest.raises(ValueError, match="not allocated"):
+            slots.release(wrong)
+    assert slots.allocate() == 6 and slots.used == 3

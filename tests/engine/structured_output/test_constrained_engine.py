@@ -117,7 +117,7 @@ def test_lives_of_all_kinds(
             grammar = sent[id].sampling.grammar
             if grammar is not None and isinstance(end, Finished) and end.reason == "stop":
                 assert re.fullmatch(grammar.text, text(end)), (id, end)
-        waiting = engine._scheduler._waiting
+        waiting = engine._scheduler._queue
         assert len(waiting) == 0 and not waiting._levels and not waiting._held
         # Another round of requests finds everything as it was.
         engine.add("c", ask(99))
