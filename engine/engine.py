@@ -6,8 +6,8 @@ of both: while the device goes on, the host takes in messages, commits, and send
 brought.
 
 When the runner raises, the sequences that took part in the round fail, those of a round started
-after it too, and the engine lives on. A CUDA error is another matter: it spoils the process's
-context for good, so every request fails and the engine is `broken`; its process has to end.
+after it too, and the engine lives on. A lost device (DeviceLost) is lost to the process for good:
+every request fails and the engine is `broken`; its process has to end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.state_folder import open_shelf
 from engine.config import EngineConfig, host_rows
-from engine.errors import EngineDead, EngineError, StepFailed, is_device_lost
+from engine.errors import DeviceLost, EngineDead, EngineError, StepFailed
 from engine.protocol.events import ModelInfo, Stats, StepEvents
 from engine.protocol.placement import StatePlacement
 from engine.protocol.requests import FinishReason, Request
@@ -297,7 +297,7 @@ class Engine:
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         log.error("a step failed", exc_info=error)
         self._scheduler.fail(plan, _step_failed(error))
-        if is_device_lost(error):
+        if isinstance(error, DeviceLost):
             self.broken = EngineDead(f"the engine ends after a CUDA error: {_reason(error)}")
             self._scheduler.fail_all(self.broken)
 

@@ -30,10 +30,15 @@ class's code, by which `Failed.error` finds the class again on the other side.
 
 from __future__ import annotations
 
-import sys
 from typing import ClassVar
 
-DEVICE_LOST = "CUDA error"  # in what the operators, and older parts of torch, say of a lost device
+
+class DeviceLost(RuntimeError):
+    """The device is lost to this process: every later call of its driver would fail too.
+
+    A runner raises it from a step. It never crosses the process boundary: the engine makes an
+    EngineDead of it. Running out of device memory is not one.
+    """
 
 
 class EngineError(Exception):
@@ -192,17 +197,3 @@ def _tree(root: type[EngineError]) -> dict[str, type[EngineError]]:
 
 
 BY_CODE: dict[str, type[EngineError]] = _tree(EngineError)
-
-
-def is_device_lost(error: BaseException) -> bool:
-    """Whether the device is lost to this process: every later call of its driver would fail too.
-
-    torch has a type of its own for that, torch.AcceleratorError. What is a bare RuntimeError there,
-    as the operators' are, is known by the words DEVICE_LOST. Nothing else is: other errors may
-    repeat what a client wrote. Running out of memory is none of these (torch.OutOfMemoryError).
-    Does not import torch: where nobody has, none of its errors can be here.
-    """
-    own = getattr(sys.modules.get("torch"), "AcceleratorError", None)
-    if own is not None and isinstance(error, own):
-        return True
-    return isinstance(error, RuntimeError) and DEVICE_LOST in str(error)

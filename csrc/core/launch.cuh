@@ -9,37 +9,13 @@
 namespace minserve {
 namespace cuda {
 
-// Whether an error stays: the device is lost to this process.
-inline bool is_sticky(cudaError_t error) {
-  switch (error) {
-    case cudaErrorAssert:
-    case cudaErrorContained:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalAddress:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorMpsClientTerminated:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorUnknown:
-      return true;
-    default:
-      return false;
-  }
-}
-
-// torch says "CUDA error", too, where it throws, and the engine looks for these words.
+// Throws what failed and what CUDA says of it. Whether the device is lost is for the caller to ask
+// the device: the status of one call does not tell that for every library (engine/NOTES.md).
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // what is said here is not the next launch's error
-  const bool lost = is_sticky(error);
   throw std::runtime_error(
-      std::string("minserve: ") + what + (lost ? ": CUDA error: " : ": ") +
-      cudaGetErrorString(error) +
+      std::string("minserve: ") + what + ": " + cudaGetErrorString(error) +
       (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction
            ? " (built for other GPUs: set MINSERVE_CUDA_ARCHS and build again)"
            : ""));

@@ -56,10 +56,7 @@ class BlasLt {
 
   static void check(int status, const char* what) {
     if (status == 0) return;
-    // These two are what it makes of a device that is lost: the engine looks for "CUDA error".
-    const bool lost = status == kExecutionFailed || status == kInternalError;
-    throw std::runtime_error(std::string("minserve: cuBLASLt: ") + what +
-                             (lost ? ": CUDA error: status " : ": status ") +
+    throw std::runtime_error(std::string("minserve: cuBLASLt: ") + what + ": status " +
                              std::to_string(status));
   }
 
@@ -84,8 +81,6 @@ class BlasLt {
                   void* stream) = nullptr;
 
  private:
-  static constexpr int kExecutionFailed = 13, kInternalError = 14;  // CUBLAS_STATUS_...
-
   bool complete_ = true;
 
   explicit BlasLt(void* library) {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from engine import device, ops
 from engine.config import DtypeName, EngineConfig, host_rows
+from engine.errors import DeviceLost
 from engine.models import loader
 from engine.models.backends.selector import select_backend
 from engine.protocol.events import ModelInfo
@@ -264,12 +264,25 @@ class ModelRunner:
         try:
             pending = self._begin(plan)
             return pending._replace(host_seconds=perf_counter() - began)
-        except Exception:
-            # What was launched before the failure must not meet what the next round uploads.
-            if self._device.type == "cuda":
-                with suppress(Exception):
-                    torch.cuda.synchronize(self._device)
+        except Exception as error:
+            self._check_device(error)
             raise
+
+    def _check_device(self, error: Exception) -> None:
+        """After a failed step: waits for the device, and raises DeviceLost where it is lost.
+
+        What was launched before the failure must not meet what the next step uploads. Whoever the
+        error comes from (an operator of the extension, cuBLAS, torch), a lost context fails to
+        synchronize, and torch.AcceleratorError is that too.
+        """
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+        except Exception as lost:
+            raise DeviceLost(str(lost)) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise DeviceLost(str(error)) from error
 
     def _begin(self, plan: StepPlan) -> Pending:
         self._hosted.release(plan.release)
@@ -298,13 +311,21 @@ class ModelRunner:
         return Pending(plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:
-        """Whether `finish` need not wait for it."""
-        return pending.done.is_passed
+        """Whether `finish` need not wait for it. Raises DeviceLost."""
+        try:
+            return pending.done.is_passed
+        except Exception as error:
+            self._check_device(error)
+            raise
 
     def finish(self, pending: Pending) -> StepResult:
         """Waits for a round, the oldest one that was begun."""
         plan, results, keys, hosted, round, host_seconds, begin, middle, end, done = pending
-        done.wait()
+        try:
+            done.wait()
+        except Exception as error:
+            self._check_device(error)
+            raise
         arrived = perf_counter()
         tokens, reports = _by_row(results.draws)
         complete = self._hosted.take(keys, tokens) if hosted else ()

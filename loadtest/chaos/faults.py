@@ -1,7 +1,7 @@
 """An engine in which faults can be set off: for `engine.worker --engine`, by signals.
 
-SIGUSR1: the next round ends with an error as CUDA reports them, after which the device is lost.
-SIGUSR2: the next round ends with another error, after which the engine goes on.
+SIGUSR1: the next step loses the device, after which the engine ends.
+SIGUSR2: the next step ends with another error, after which the engine goes on.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.errors import DeviceLost
 
 ERRORS = {
-    signal.SIGUSR1: "CUDA error: an illegal memory access was encountered (injected)",
-    signal.SIGUSR2: "a fault of one round (injected)",
+    signal.SIGUSR1: DeviceLost("CUDA error: an illegal memory access was encountered (injected)"),
+    signal.SIGUSR2: RuntimeError("a fault of one step (injected)"),
 }
 
 
@@ -23,14 +24,14 @@ def load(config: EngineConfig) -> Engine:
     engine = Engine.load(config)
     runner: Any = engine._runner
     start = runner.start
-    waiting: list[str] = []
+    waiting: list[Exception] = []
 
     def start_or_fail(plan: Any) -> Any:
         if waiting:
-            raise RuntimeError(waiting.pop())
+            raise waiting.pop()
         return start(plan)
 
     runner.start = start_or_fail
-    for number, message in ERRORS.items():
-        signal.signal(number, lambda *_, message=message: waiting.append(message))
+    for number, error in ERRORS.items():
+        signal.signal(number, lambda *_, error=error: waiting.append(error))
     return engine

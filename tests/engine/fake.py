@@ -28,7 +28,7 @@ from msgspec import structs
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DeviceLost
 from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_report
 from engine.protocol.requests import Request
@@ -464,8 +464,8 @@ def slow_engine(config: EngineConfig) -> Engine:
 
 
 def cuda_error_engine(config: EngineConfig) -> Engine:
-    """An engine whose first step ends in a CUDA error."""
-    return Engine(_runner(config, failures=[RuntimeError("CUDA error: device-side assert")]))
+    """An engine whose first step loses the device."""
+    return Engine(_runner(config, failures=[DeviceLost("CUDA error: device-side assert")]))
 
 
 def folder_engine(config: EngineConfig) -> Engine:
@@ -483,7 +483,7 @@ def folder_engine(config: EngineConfig) -> Engine:
 
     def start(plan: StepPlan) -> Any:
         if (folder / "fatal").exists():
-            raise RuntimeError("CUDA error: device-side assert")
+            raise DeviceLost("CUDA error: device-side assert")
         return FakeRunner.start(runner, plan)
 
     runner.start = start  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ import pytest
 
 from engine import engine as engine_module
 from engine.engine import Engine
+from engine.errors import DeviceLost
 from engine.protocol.events import Finished, StepEvents
 from engine.protocol.failed import Failed
 from engine.protocol.requests import Request
@@ -119,7 +120,7 @@ def test_a_cuda_error_ends_the_engine() -> None:
     engine = Engine(runner)
     for id in range(2):
         engine.add("c", ask(id))
-    runner.failures = [RuntimeError("CUDA error: an illegal memory access was encountered")]
+    runner.failures = [DeviceLost("CUDA error: an illegal memory access was encountered")]
     ends = ends_of(engine.step())
     assert [ends["c", id].code for id in range(2)] == ["step_failed", "engine_dead"]  # type: ignore[union-attr]
     assert engine.broken is not None and not engine.has_work
@@ -253,7 +254,7 @@ def test_an_error_met_while_looking_fails_the_round() -> None:
     engine = Engine(runner)
 
     def is_done(pending: Any) -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
 
     runner.is_done = is_done  # type: ignore[method-assign]
     engine.add("c", ask(1, b"a"))

@@ -16,6 +16,7 @@ from engine.client.socket_transport import SocketTransport
 from engine.engine import Engine
 from engine.errors import (
     CheckpointError,
+    DeviceLost,
     EngineDead,
     EngineError,
     EngineLoading,
@@ -205,7 +206,7 @@ async def test_close_leaves_nobody_waiting() -> None:
 
 
 async def test_an_engine_that_breaks_fails_everybody() -> None:
-    runner = FakeRunner(slots=1, failures=[RuntimeError("CUDA error: gone")])
+    runner = FakeRunner(slots=1, failures=[DeviceLost("CUDA error: gone")])
     async with serving(runner) as client:
         deliveries = [client.submit(ask(client)) for _ in range(2)]
         for delivery in deliveries:

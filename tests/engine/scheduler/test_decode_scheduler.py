@@ -15,6 +15,7 @@ import pytest
 
 from engine.cache.prefix_cache import PrefixCache
 from engine.engine import Engine
+from engine.errors import DeviceLost
 from engine.protocol.events import Finished, StepEvents
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import MOST_STOP_IDS, SamplingParams
@@ -652,7 +653,7 @@ def test_a_cuda_error_of_the_round_ahead_is_none_of_the_other_failures() -> None
         engine.step()
     runner.begun[0] = error = RuntimeError("boom")
     engine._round = type(engine._round)(engine._round.plan, error, None)  # type: ignore[union-attr]
-    runner.failures = [RuntimeError("CUDA error: device-side assert")]
+    runner.failures = [DeviceLost("CUDA error: device-side assert")]
     assert [one.code for one in engine.step()["c"].failed] == ["step_failed"]
     assert engine.broken is not None
 
