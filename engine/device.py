@@ -10,11 +10,9 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engine import ops
 from engine.config import SCAN_CHUNK, EngineConfig
@@ -86,13 +84,6 @@ def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str
         return name
     native = checkpoint_dtype == "bfloat16" and library.cpu_isa() in _NATIVE_BFLOAT16
     return checkpoint_dtype if device.type != "cpu" or native else "float32"
-
-
-def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` [n] on the device, without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def _why_no_gpu(index: int) -> str | None:

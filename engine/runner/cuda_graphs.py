@@ -33,8 +33,8 @@ MOST_PADDING = 255
 # 31 without searching.
 _PROMPT_CHUNKS = (4, 31, 127)
 
-# So many steps of a graph at most, and for about so long, half a round, since what is left of a
-# round is taken step by step.
+# So many steps of a graph at most, and for about so long, half a run of decode steps, since what is
+# left of a run is taken step by step.
 _MOST_GRAPH_STEPS = 8
 _GRAPH_SECONDS = 1e-3
 

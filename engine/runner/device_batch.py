@@ -1,12 +1,12 @@
-"""DeviceBatch: a decode batch on the device, whose rows draw, go on and end by themselves.
+"""DeviceBatch: a decode batch on the device, whose rows sample, go on and end by themselves.
 
-What a row needs (its slot, last token, position, parameters) lies in one piece of device memory,
-the columns of engine/runner/sampling/batch_rows.py. It is uploaded at once when the batch is made,
-and left there while rounds follow one another: a step reads it, and the draw moves it on. A
-sequence that joins later is copied in from where its first token was drawn, so that the host need
-not know that. What a round brings (which rows are left, how many tokens each drew, and these) lies
-at the end of the same memory and is fetched at once; log-probabilities, where rows ask for any, lie
-elsewhere.
+What a row needs (its slot, last token, position, sampling parameters) lies in one piece of device
+memory, the SamplingRows of engine/runner/sampling/batch_rows.py. It is uploaded at once when the
+batch is made, and left there while runs of decode steps follow one another: a step reads it, and
+sampling moves it on. A sequence that joins later is copied in from where its first token was
+sampled, so that the host need not know that token. What a run brings (which rows are left, how many
+tokens each sampled, and these) lies at the end of the same memory and is fetched at once.
+Log-probabilities, where rows ask for any, lie elsewhere.
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.models.backends.selector import ModelBackend
-from engine.models.state import ModelState
-from engine.ops.upload import to_device
 from engine.protocol.logprobs import MOST_TOP, words_of_report
+from engine.runner.context import RunnerContext
 from engine.runner.cuda_graphs import StepGraphs
-from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import (
     FILLED_WORDS,
     RESULT_WORD,
-    HostColumns,
+    HostSamplingRows,
     SamplingRows,
-    columns,
-    draw_bests,
-    host_columns,
+    host_sampling_rows,
+    sample_bests,
     sample_rows,
+    sampling_rows,
     words_of,
 )
-from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.sampler import SampleStep
 from engine.step_plan import MOST_STEPS, DecodeRow, Drawn, StepPlan
 
 _WORDS = FILLED_WORDS + MOST_STEPS
 
 
-class Round(NamedTuple):
-    """A round under way."""
+class DecodeRun(NamedTuple):
+    """Decode steps under way."""
 
     keys: list[int]
     results: Tensor  # [2 + steps, size] int32: slots, cursor, out; once the device is done
@@ -57,7 +53,7 @@ class _Kind(NamedTuple):
     """What the rows of a step ask for."""
 
     greedy: bool = False  # the best tokens, and nothing else
-    adjusted: bool = False  # changes of logits before the draw
+    adjusted: bool = False  # logits processors run before the sampling
     reported: bool = False  # log-probabilities
 
 
@@ -66,41 +62,35 @@ _KINDS = (_GREEDY, *(_Kind(False, *asked) for asked in product((False, True), re
 
 
 class DeviceBatch:
-    """Batches of up to `max_batch`. At most one round may be started before the one before it is
-    finished."""
+    """Batches of up to `max_batch` rows. At most one run may be started before the one before it
+    is finished."""
 
-    def __init__(
-        self,
-        model: ModelBackend,
-        state: ModelState,
-        max_batch: int,
-        parameters: BatchSamplingParams,
-        adjustments: LogitsProcessors,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._device = device
-        self._parameters = parameters
-        self._adjustments = adjustments
+    def __init__(self, context: RunnerContext, max_batch: int) -> None:
+        self._model = context.model
+        self._state = context.state
+        self._device = context.device
+        self._params = context.params
+        self._processors = context.processors
+        self._uploads = context.uploads
+        device = context.device
         on_gpu = device.type == "cuda"
         self._memory = torch.zeros(_WORDS * max_batch, dtype=torch.int32, device=device)
-        # Written for a new batch, when no round of another one is under way: its copy has ended.
+        # Written for a new batch, when no run of another one is under way: its copy has ended.
         self._staging = torch.zeros(FILLED_WORDS * max_batch, dtype=torch.int32, pin_memory=on_gpu)
-        # In turn, since one round is read while the next one runs.
+        # In turn, since one run is read while the next one is under way.
         self._results = [
             torch.zeros((2 + MOST_STEPS) * max_batch, dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(2)
         ]
-        self._told = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._reported = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._reports: Tensor | None = None  # of the graphs
         self._views: dict[int, SamplingRows] = {}  # by size
-        self._keys: list[int] = []  # of the batch, row by row; a round under way has its own list
+        self._keys: list[int] = []  # of the batch, row by row; a run under way has its own list
         self._size = 0
         self._graphs: dict[_Kind, StepGraphs] = {}
 
     def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
-        """Captures the step, drawing included, for batches of up to `sizes`, rising."""
+        """Captures the step, sampling included, for batches of up to `sizes`, rising."""
         words = words_of_report(min(MOST_TOP, vocab_size))
         shape = MOST_STEPS, sizes[-1], words
         self._reports = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -125,38 +115,39 @@ class DeviceBatch:
         return self._reports.flatten()[: MOST_STEPS * size * words].view(MOST_STEPS, size, words)
 
     def _run(self, kind: _Kind, size: int, reports: Tensor | None) -> None:
-        """With `reports` [steps, size, words] int32 of a round, where rows ask for any."""
+        """With `reports` [steps, size, words] int32 of a run, where rows ask for any."""
         at = self._at(size)
         if kind.greedy:
             step = self._model.step_to_bests(size)
             assert step is not None
-            draw_bests(step(at.tokens, self._state, at.slots), at)
+            sample_bests(step(at.tokens, self._state, at.slots), at)
             return
         logits = self._model.step(at.tokens, self._state, at.slots)
-        adjusted = logits
+        processed = logits
         if kind.adjusted:
             if reports is not None:
-                adjusted = logits.clone()
-            self._adjustments.apply(adjusted, at.tokens, at.slots, at.positions)
-        sample_rows(adjusted, at)
+                processed = logits.clone()
+            self._processors.apply(processed, at.tokens, at.slots, at.positions)
+        sample_rows(processed, at)
         if reports is not None:
-            out, told = at.out[: len(reports)], self._told[:size]
-            ops.report_logprobs_(logits, at.tops, at.cursor, out, told, reports)
+            out, reported_rows = at.out[: len(reports)], self._reported[:size]
+            ops.report_logprobs_(logits, at.tops, at.cursor, out, reported_rows, reports)
 
-    def start(self, plan: StepPlan, drawings: Sequence[SampleStep] = ()) -> Round:
-        """Begins the round of a plain plan; `drawings` have the rows that its chunks drew for."""
+    def start(self, plan: StepPlan, samples: Sequence[SampleStep] = ()) -> DecodeRun:
+        """Begins the decode steps of a plain plan; `samples` have the rows that its chunks sampled
+        for."""
         if plan.again:
             self._change(plan)
         else:
             self._upload(plan.decode)
-        self._join(plan, drawings)
+        self._join(plan, samples)
         if plan.decode:
-            self._at(self._size).cursor.zero_()  # who joins has drawn already
+            self._at(self._size).cursor.zero_()  # who joins has sampled already
         if plan.top >= 0:
-            self._told.zero_()
+            self._reported.zero_()
         return self._go(plan)
 
-    def _go(self, plan: StepPlan) -> Round:
+    def _go(self, plan: StepPlan) -> DecodeRun:
         size, steps = self._size, plan.steps
         kind = _Kind(adjusted=plan.adjusted, reported=plan.top >= 0)
         if plan.greedy and kind == _SAMPLED and self._model.step_to_bests(size) is not None:
@@ -177,16 +168,16 @@ class DeviceBatch:
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
-        # Cursors, which come after the slots, begin again with the next round.
+        # Cursors, which come after the slots, begin again with the next run.
         ops.copy_words_(results, self._memory[first : first + len(results)], size, size)
         if reports is not None:
             reports = reports.to("cpu", non_blocking=True)
-        return Round(self._keys, results.view(-1, size), reports)
+        return DecodeRun(self._keys, results.view(-1, size), reports)
 
     def _at(self, size: int) -> SamplingRows:
         view = self._views.get(size)
         if view is None:
-            view = self._views[size] = columns(self._memory[: _WORDS * size], size)
+            view = self._views[size] = sampling_rows(self._memory[: _WORDS * size], size)
         return view
 
     def _size_for(self, rows: int) -> int:
@@ -197,13 +188,13 @@ class DeviceBatch:
         """A new batch."""
         size = self._size_for(len(rows))
         staging = self._staging[: FILLED_WORDS * size]
-        self._fill(host_columns(staging, size), rows)
+        self._fill(host_sampling_rows(staging, size), rows)
         ops.copy_words_(self._memory[: len(staging)], staging)
         self._keys = [row.key for row in rows]
         self._size = size
 
-    def _fill(self, at: HostColumns, rows: Sequence[DecodeRow]) -> None:
-        self._parameters.fill(
+    def _fill(self, at: HostSamplingRows, rows: Sequence[DecodeRow]) -> None:
+        self._params.fill(
             at,
             np.array([row.slot for row in rows], np.int32),
             np.array([row.position for row in rows], np.int64),
@@ -214,7 +205,7 @@ class DeviceBatch:
         """The batch goes on: ends rows, and makes room for more."""
         at = self._at(self._size)
         if plan.leave:
-            at.slots.index_fill_(0, to_device(plan.leave, self._device), -1)
+            at.slots.index_fill_(0, self._uploads.put(plan.leave), -1)
         if plan.at:
             size = self._size_for(max(len(self._keys), 1 + max(plan.at)))
             if size != self._size:
@@ -228,12 +219,12 @@ class DeviceBatch:
     def _widen(self, size: int) -> None:
         """The same rows in memory of another size; the rest becomes padding."""
         rows = range(len(self._keys))
-        filled = self._memory[self._places(rows, self._size)]
+        filled = self._memory[self._word_indices(rows, self._size)]
         self._clear(size)
-        self._memory[self._places(rows, size)] = filled
+        self._memory[self._word_indices(rows, size)] = filled
         self._size = size
 
-    def _join(self, plan: StepPlan, drawings: Sequence[SampleStep]) -> None:
+    def _join(self, plan: StepPlan, samples: Sequence[SampleStep]) -> None:
         """Copies in the rows that join and are not there yet."""
         rows = dict(zip((row.key for row in plan.decode), plan.at, strict=True))
         known = [row for row in plan.decode if row.token >= 0] if plan.again else []
@@ -242,32 +233,32 @@ class DeviceBatch:
             host = torch.empty(
                 FILLED_WORDS * size, dtype=torch.int32, pin_memory=self._device.type == "cuda"
             )
-            self._fill(host_columns(host, size), known)
+            self._fill(host_sampling_rows(host, size), known)
             words = host.to(self._device, non_blocking=True)  # keeps `host` until it has ended
             self._copy_in(words, range(size), size, [rows[row.key] for row in known])
-        for drawing in drawings:
-            there = [index for index, key in enumerate(drawing.keys) if key in rows]
+        for sample in samples:
+            there = [index for index, key in enumerate(sample.keys) if key in rows]
             if there:
-                targets = [rows[drawing.keys[index]] for index in there]
-                self._copy_in(drawing.words, there, drawing.size, targets)
+                targets = [rows[sample.keys[index]] for index in there]
+                self._copy_in(sample.words, there, sample.size, targets)
 
     def _copy_in(
         self, words: Tensor, sources: Sequence[int], size: int, targets: Sequence[int]
     ) -> None:
         both = np.stack([words_of(targets, self._size).ravel(), words_of(sources, size).ravel()])
-        there, here = to_device(both, self._device)
+        there, here = self._uploads.put(both)
         self._memory.index_copy_(0, there, words.index_select(0, here))
 
-    def _places(self, rows: Sequence[int], size: int) -> Tensor:
-        return to_device(words_of(rows, size), self._device)
+    def _word_indices(self, rows: Sequence[int], size: int) -> Tensor:
+        return self._uploads.put(words_of(rows, size))
 
 
-def to_drawn(round: Round) -> tuple[Drawn, list[int]]:
-    """What the device drew, once it is done, and the keys whose logits were not finite."""
-    keys, reports = round.keys, None
-    if round.reports is not None:
-        reports = round.reports.numpy()[:, : len(keys)].transpose(1, 0, 2)
-    host = round.results.numpy()[:, : len(keys)]
+def to_drawn(run: DecodeRun) -> tuple[Drawn, list[int]]:
+    """What the device sampled, once it is done, and the keys whose logits were not finite."""
+    keys, reports = run.keys, None
+    if run.reports is not None:
+        reports = run.reports.numpy()[:, : len(keys)].transpose(1, 0, 2)
+    host = run.results.numpy()[:, : len(keys)]
     slots, counts, tokens = host[0], host[1], np.ascontiguousarray(host[2:].T)  # [rows, steps]
     ended = np.flatnonzero(slots < 0).tolist()
     lengths = counts[ended].tolist()

@@ -2,8 +2,8 @@
 
 A row is [cell | conv | logits] in fp32. Memory is taken in slabs, as rows are used. On a GPU the
 slabs are pinned, which takes milliseconds each, so a thread has the next ones ready; and what
-leaves the device does so on a stream of its own, behind no round: rows are gathered on the device
-first, so that the next round may write to where they lay.
+leaves the device does so on a stream of its own, behind no step: rows are gathered on the device
+first, so that the next step may write to where they lay.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 out.
 
 `start` gives the device its work, the copies of the results to the host included, and `finish`
-waits for these, which is a round's one wait. On the CPU all of the work is done in `start`.
+waits for these, which is a step's one wait. On the CPU all of the work is done in `start`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from engine.config import DtypeName, EngineConfig, host_rows
 from engine.errors import DeviceLost
 from engine.models import loader
 from engine.models.backends.selector import select_backend
+from engine.ops.upload import UploadRing
 from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import MOST_STOP_IDS, SamplingParams, is_adjusted, is_plain
 from engine.protocol.token_ids import pack_ids
+from engine.runner.context import RunnerContext
 from engine.runner.cuda_graphs import buckets, long_prompts, prompt_buckets
-from engine.runner.device_batch import DeviceBatch, Round, to_drawn
+from engine.runner.device_batch import DecodeRun, DeviceBatch, to_drawn
 from engine.runner.device_events import DeviceEvent, EventPool
 from engine.runner.guided_decoding import GuidedSampler, GuidedStep, rows_of
 from engine.runner.prefill import PrefillRunner
@@ -53,7 +55,7 @@ from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.matchers import GrammarMatchers
 
 
-class _Draws(NamedTuple):
+class _Samples(NamedTuple):
     """Of a SampleStep, in host memory once the device is done."""
 
     tokens: Tensor  # [rows] int32
@@ -61,17 +63,17 @@ class _Draws(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What a round computes beside what its batch draws, in host memory once the device is
+    """What a round computes beside what its batch samples, in host memory once the device is
     done."""
 
-    draws: list[_Draws]  # of all rows, in order
+    samples: list[_Samples]  # of all rows, in order
     scores: Tensor | None  # reports of all targets
     exports: dict[int, Tensor]  # by ticket
 
     @property
     def any(self) -> bool:
         """Whether there is something on its way."""
-        return bool(self.draws or self.exports) or self.scores is not None
+        return bool(self.samples or self.exports) or self.scores is not None
 
 
 class _Read(NamedTuple):
@@ -79,17 +81,17 @@ class _Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], where there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    drawings: list[SampleStep]  # of all rows, or none
+    sample_steps: list[SampleStep]  # of all rows, or none
 
 
 class Pending(NamedTuple):
-    """A round under way."""
+    """A step under way."""
 
     plan: StepPlan
     results: _Results
-    keys: list[int]  # whom it draws for, but for its batch
-    hosted: bool  # the host has a part in these draws
-    round: Round | None  # of a plain plan
+    keys: list[int]  # whom it samples for, but for its batch
+    guided: bool  # the host has a part in this sampling
+    run: DecodeRun | None  # of a plain plan
     host_seconds: float  # that it took to begin
     begin: DeviceEvent
     middle: DeviceEvent  # prompts have been read
@@ -98,15 +100,26 @@ class Pending(NamedTuple):
 
 
 class ModelRunner:
-    """The loaded model with its state pool. `config` is the given one with every choice made.
+    """The loaded model with its state pool; carries out plans, one or two at a time.
 
-    Raises CheckpointError, ConfigError or DeviceError when the model cannot be loaded or run so.
+    One thread makes all calls: `warm_up` first, then `start` and `finish` in turn. `config` is the
+    given one with every choice made, `info` what API processes are told of the model.
     On CUDA, fp32 matrix products are fp32: TF32 would cost three digits of the log-probabilities.
     """
 
     most_steps = MOST_STEPS
 
     def __init__(self, config: EngineConfig) -> None:
+        """Loads the model and takes the memory of its states.
+
+        Args:
+            config: what was asked for; device, dtype and threads may be left open.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be found or read.
+            ConfigError: the states do not fit in the device's free memory, or a value is wrong.
+            DeviceError: the device cannot be used.
+        """
         folder = loader.resolve(config.model)
         self.config = device.resolve(config, loader.load_config(folder).dtype)
         self._device = torch.device(self.config.device)
@@ -115,7 +128,7 @@ class ModelRunner:
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        self._marks = EventPool(self._device)
+        self._events = EventPool(self._device)
         fingerprint = loader.fingerprint(folder)
         model, self.model_config = loader.load_model(
             folder,
@@ -132,57 +145,37 @@ class ModelRunner:
             deterministic=self.config.deterministic,
             reserve=(rows + 1) * self.model_config.state_bytes,
         )
-        self._pool = StatePool(
-            self.model_config,
-            rows,
-            self._device,
-            self._model.initial_state_rows(),
-        )
-        self._places = StateCopier(
-            self._pool,
-            self.config.max_slots,
-            host_rows(
-                self.config,
-                state_bytes=self.model_config.state_bytes,
-                vocab_size=self.model_config.vocab_size,
-            ),
-            self.model_config.vocab_size,
-        )
+        uploads = UploadRing(self._device)
+        self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state_rows())
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         slots = self.config.max_slots
-        self._adjustments = LogitsProcessors(slots, vocab_size, eos_token_ids, self._device)
-        self._parameters = BatchSamplingParams(slots, vocab_size, eos_token_ids)
-        self._decoding = DeviceBatch(
-            self._model,
-            self._pool.state,
-            slots,
-            self._parameters,
-            self._adjustments,
-            self._device,
+        main_memory_rows = host_rows(
+            self.config, state_bytes=self.model_config.state_bytes, vocab_size=vocab_size
         )
-        self._prompts = PrefillRunner(
-            self._model, self._pool.state, self._parameters, self._adjustments, self._device
+        self._copier = StateCopier(self._pool, slots, main_memory_rows, vocab_size, uploads)
+        params = BatchSamplingParams(slots, vocab_size, eos_token_ids)
+        processors = LogitsProcessors(slots, vocab_size, eos_token_ids, uploads)
+        self._context = context = RunnerContext(
+            model=self._model,
+            state=self._pool.state,
+            sampler=Sampler(params, processors, uploads),
+            params=params,
+            processors=processors,
+            uploads=uploads,
         )
+        self._batch = DeviceBatch(context, slots)
+        self._prefill = PrefillRunner(context)
         self.grammars = GrammarCache(folder, vocab_size)
-        self._hosted = GuidedSampler(
-            GuidedStep(
-                self._model,
-                self._pool.state,
-                slots,
-                vocab_size,
-                self._parameters,
-                self._adjustments,
-                self._device,
-            ),
-            Sampler(self._parameters, self._adjustments, self._device),
+        self._guided = GuidedSampler(
+            context,
+            GuidedStep(context, slots, vocab_size),
             GrammarMatchers(self.grammars, eos_token_ids, self.config.threads),
-            self._device,
         )
         self.info = self._describe(folder, parameters, fingerprint)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a round may be started before the one before it is finished."""
+        """Whether a step may be started before the one before it is finished."""
         return self._device.type == "cuda"
 
     def _describe(self, folder: Path, parameters: int, fingerprint: str) -> ModelInfo:
@@ -209,31 +202,35 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self, batches: Collection[int] | None = None) -> None:
         """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
-        what libraries do at first use; with `batches`, the decode graphs of `graphs.buckets` for
-        these: others run in larger ones."""
+        what libraries do at first use. Comes before the first `start`.
+
+        Args:
+            batches: rows of the decode batches to capture graphs for (`cuda_graphs.buckets`);
+                others run in larger ones. None: all of them.
+        """
         self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
             # One pool: graphs run one after another, and none leaves results in it.
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
             slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
             assert most_tokens is not None
-            longest = self._prompts.worth_graphs(long_prompts(most_tokens))
+            longest = self._prefill.worth_graphs(long_prompts(most_tokens))
             by_chunks = prompt_buckets(most_tokens, slots, longest)
             # Long prompts are read in pieces of `most_tokens`, with a graph or without.
             sizes = {most_tokens}.union(*by_chunks.values())
             steps = buckets(slots, batches)
             self._model.prepare(steps, sizes, list(by_chunks))
-            self._prompts.capture(by_chunks, vocab_size, pool)
-            self._decoding.capture(steps, vocab_size, pool)
-            self._hosted.capture(steps, pool)
+            self._prefill.capture(by_chunks, vocab_size, pool)
+            self._batch.capture(steps, vocab_size, pool)
+            self._guided.capture(steps, pool)
         plain = (
             SamplingParams(temperature=0),
             SamplingParams(repetition_penalty=1.1, logit_bias={0: 1.0}),
             SamplingParams(logprobs=0),
             SamplingParams(top_k=2, top_p=0.9, min_p=0.1, min_tokens=1, logprobs=1),
         )
-        hosted = SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS + 1)))
-        for sampling in (*plain, hosted):
+        guided = SamplingParams(stop_token_ids=tuple(range(MOST_STOP_IDS + 1)))
+        for sampling in (*plain, guided):
             request = Request(id=0, prompt=pack_ids([0]), sampling=sampling, score=True)
             tokens, targets = array("i", [0]), array("i", [0])
             self.run(
@@ -252,14 +249,27 @@ class ModelRunner:
             self.run(StepPlan(release=[-1]))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carries out one round. An exception leaves the rows of its sequences undefined."""
+        """Carries out one plan: `start` and `finish`, with what they raise."""
         return self.finish(self.start(plan))
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Pending:
-        """Begins a round. At most one more may be begun before it is finished: the host may have a
-        part in the draws of one of the two only, and of two plain ones the second has no new
-        batch."""
+        """Gives the device the work of a plan; on the CPU all of it is done in this call.
+
+        At most one more may be started before it is finished: the host may have a part in the
+        sampling of one of the two only, and of two plain ones the second has no new batch.
+
+        Args:
+            plan: what to do, in rows of the state pool and keys of sequences.
+
+        Returns:
+            What `finish` takes.
+
+        Raises:
+            DeviceLost: the device is lost, whatever has found that out.
+            Exception: the step could not be started; the rows of its sequences are undefined, and
+                other steps may follow.
+        """
         began = perf_counter()
         try:
             pending = self._begin(plan)
@@ -285,30 +295,36 @@ class ModelRunner:
             raise DeviceLost(str(error)) from error
 
     def _begin(self, plan: StepPlan) -> Pending:
-        self._hosted.release(plan.release)
-        self._places.carry_out(plan.before)
-        self._places.begin(plan.admit)
+        self._guided.release(plan.release)
+        self._copier.carry_out(plan.before)
+        self._copier.begin(plan.admit)
         self._admit(plan.admit)
-        begin = self._marks.set()
-        hidden, logits, drawings = self._read(plan)
+        begin = self._events.set()
+        hidden, logits, sample_steps = self._read(plan)
         if plan.after:
-            self._places.keep(plan.after, _rows_by_key(plan), logits)
+            self._copier.keep(plan.after, _rows_by_key(plan), logits)
         scores = None
         if hidden is not None:
-            scores = score(self._model.logits, self.model_config.vocab_size, hidden, plan.prefill)
-        round, rows = None, rows_of(plan)
-        hosted = False
-        middle = self._marks.set() if plan.prefill else begin
+            scores = score(
+                self._model.logits,
+                self.model_config.vocab_size,
+                hidden,
+                plan.prefill,
+                self._context.uploads,
+            )
+        run, rows = None, rows_of(plan)
+        guided = False
+        middle = self._events.set() if plan.prefill else begin
         if plan.plain:
-            round = self._decoding.start(plan, drawings)
-        elif not drawings and (drawn := self._hosted.draw(plan, rows, logits)):
-            drawings, hosted = drawn, True
-        end = self._marks.set()
-        exports = self._places.export(plan.exports)
-        results = _fetch(drawings, scores, exports)
-        # A mark takes the device a microsecond.
-        done = self._marks.set() if results.any else end
-        return Pending(plan, results, rows.keys, hosted, round, 0.0, begin, middle, end, done)
+            run = self._batch.start(plan, sample_steps)
+        elif not sample_steps and (steps := self._guided.sample(plan, rows, logits)):
+            sample_steps, guided = steps, True
+        end = self._events.set()
+        exports = self._copier.export(plan.exports)
+        results = _fetch(sample_steps, scores, exports)
+        # An event takes the device a microsecond.
+        done = self._events.set() if results.any else end
+        return Pending(plan, results, rows.keys, guided, run, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:
         """Whether `finish` need not wait for it. Raises DeviceLost."""
@@ -319,16 +335,27 @@ class ModelRunner:
             raise
 
     def finish(self, pending: Pending) -> StepResult:
-        """Waits for a round, the oldest one that was begun."""
-        plan, results, keys, hosted, round, host_seconds, begin, middle, end, done = pending
+        """Waits for the oldest step that was started.
+
+        Args:
+            pending: what `start` gave.
+
+        Returns:
+            Tokens, scores and exported states, with the seconds that the device and the host took.
+            Sequences whose logits were not finite are named in `non_finite`.
+
+        Raises:
+            DeviceLost: the device is lost.
+        """
+        plan, results, keys, guided, run, host_seconds, begin, middle, end, done = pending
         try:
             done.wait()
         except Exception as error:
             self._check_device(error)
             raise
         arrived = perf_counter()
-        tokens, reports = _by_row(results.draws)
-        complete = self._hosted.take(keys, tokens) if hosted else ()
+        tokens, reports = _by_row(results.samples)
+        complete = self._guided.take(keys, tokens) if guided else ()
         sampled = [
             Sampled(key, token, reports.get(row), key in complete)
             for row, (key, token) in enumerate(zip(keys, tokens, strict=True))
@@ -338,12 +365,12 @@ class ModelRunner:
         if results.scores is not None:
             scored, spoiled = to_scored(plan.prefill, results.scores)
             non_finite += spoiled
-        drawn, spoiled = (None, []) if round is None else to_drawn(round)
+        drawn, spoiled = (None, []) if run is None else to_drawn(run)
         if not plan.decodes:
             middle = end
         return StepResult(
             sampled=sampled,
-            rejected=self._hosted.rejected() if hosted else {},
+            rejected=self._guided.rejected() if guided else {},
             drawn=drawn,
             scored=scored,
             non_finite=sorted({*non_finite, *spoiled}),
@@ -354,46 +381,46 @@ class ModelRunner:
         )
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
-        self._hosted.admit(admissions)
-        self._parameters.admit(admissions)
-        self._adjustments.admit(admissions)
+        self._guided.admit(admissions)
+        self._context.params.admit(admissions)
+        self._context.processors.admit(admissions)
 
     def _read(self, plan: StepPlan) -> _Read:
-        """Reads every chunk; the device draws for them where the host has no part in it. Chunks
+        """Reads every chunk; the device samples for them where the host has no part in it. Chunks
         that were read before come first."""
-        known = self._places.logits_at(plan.prefill)
+        known = self._copier.logits_at(plan.prefill)
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
-        # In a plan in whose rows' draws the host has a part, it has one in all draws.
-        draw = (plan.plain or not plan.decode) and self._parameters.all_plain(slots)
-        hidden, logits, drawings = None, [], []
+        # In a plan in whose rows' sampling the host has a part, it has one in all of it.
+        sample = (plan.plain or not plan.decode) and self._context.params.all_plain(slots)
+        hidden, logits, sample_steps = None, [], []
         if known is not None:
             logits.append(known)
-            if draw:
+            if sample:
                 done = [chunk for chunk in plan.prefill if chunk.source is not None]
-                drawings.append(self._prompts.draw(known, done))
+                sample_steps.append(self._prefill.sample(known, done))
         if reading:
-            read = self._prompts(reading, draw)
+            read = self._prefill(reading, sample)
             hidden = read.hidden
             if read.logits is not None:
                 logits.append(read.logits)
-            if read.drawing is not None:
-                drawings.append(read.drawing)
+            if read.sampled is not None:
+                sample_steps.append(read.sampled)
         if len(logits) > 1:
             logits = [torch.cat(logits)]
-        return _Read(hidden, logits[0] if logits else None, drawings)
+        return _Read(hidden, logits[0] if logits else None, sample_steps)
 
 
 def _fetch(
-    drawings: Sequence[SampleStep], scores: Tensor | None, exports: dict[int, Tensor]
+    sample_steps: Sequence[SampleStep], scores: Tensor | None, exports: dict[int, Tensor]
 ) -> _Results:
-    draws = [
-        _Draws(_on_host(one.tokens), None if one.reported is None else one.reported.to_host())
-        for one in drawings
+    samples = [
+        _Samples(_on_host(one.tokens), None if one.reported is None else one.reported.to_host())
+        for one in sample_steps
     ]
     if scores is not None:
         scores = scores.to("cpu", non_blocking=True)
-    return _Results(draws, scores, exports)
+    return _Results(samples, scores, exports)
 
 
 def _on_host(tokens: Tensor) -> Tensor:
@@ -403,11 +430,11 @@ def _on_host(tokens: Tensor) -> Tensor:
     return host
 
 
-def _by_row(draws: Sequence[_Draws]) -> tuple[list[int], dict[int, PackedLogprobs]]:
+def _by_row(samples: Sequence[_Samples]) -> tuple[list[int], dict[int, PackedLogprobs]]:
     """The tokens of all rows, and the reports of those that asked."""
     tokens: list[int] = []
     reports: dict[int, PackedLogprobs] = {}
-    for one in draws:
+    for one in samples:
         if one.reported is not None:
             reports |= {len(tokens) + row: of for row, of in one.reported.by_row().items()}
         tokens += one.tokens.tolist()

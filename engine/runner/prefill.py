@@ -1,7 +1,7 @@
-"""PrefillRunner: reads prompts' chunks and draws the tokens that follow them; mostly in one graph.
+"""PrefillRunner: reads prompts' chunks and samples the tokens behind them, mostly in one graph.
 
 A short prompt is, like a decode step, bound by launching its kernels. So its reading is captured in
-CUDA graphs too: the chunks, the logits behind their last positions and the draws from these, one
+CUDA graphs too: the chunks, the logits behind their last positions and the samples from these, one
 graph per bucket of tokens and of chunks. What fills a bucket up is tokens of no sequence, and
 sequences of no tokens whose slots are negative; no operator's plan depends on where sequences lie,
 and none touches a state for these.
@@ -22,24 +22,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.backends.selector import ModelBackend
-from engine.models.state import ModelState
 from engine.ops import copy_words_
+from engine.runner.context import RunnerContext
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs
-from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.batch_rows import (
-    HostColumns,
+    HostSamplingRows,
     SamplingRows,
-    columns,
-    host_columns,
+    host_sampling_rows,
     sample_rows,
+    sampling_rows,
 )
-from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import report
-from engine.runner.sampling.sampler import ROW_WORDS, Rows, Sampler, SampleStep
+from engine.runner.sampling.sampler import ROW_WORDS, Rows, SampleStep
 from engine.step_plan import PrefillChunk
 
-# How many times as long as its launches a long prompt may take for a graph to pay: a round has more
+# How many times as long as its launches a long prompt may take for a graph to pay: a step has more
 # for the host to do than to launch. And for the launches to be what takes the time.
 _PAYS, _LAUNCH_BOUND = 1.5, 1.1
 
@@ -50,7 +47,7 @@ class Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], of all chunks, where there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    drawing: SampleStep | None
+    sampled: SampleStep | None
 
 
 class _Shape(NamedTuple):
@@ -67,10 +64,10 @@ class _Shape(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What is uploaded at once, and the place for the tokens drawn."""
+    """What is uploaded at once, and the memory for the sampled tokens."""
 
-    words: Tensor  # the memory of `drawing`
-    drawing: SamplingRows | None  # of the rows; None without any
+    words: Tensor  # the memory of `sampling`
+    sampling: SamplingRows | None  # of the rows; None without any
     last: Tensor  # [rows] int32: the position whose logits are the row's
     slots: Tensor  # [sequences] int32
     cu_seqlens: Tensor  # [sequences + 1] int32
@@ -80,60 +77,53 @@ class _Inputs(NamedTuple):
 def _inputs(memory: Tensor, shape: _Shape) -> _Inputs:
     """The inputs that lie in `memory` (int32, 1-d)."""
     words, *rest = memory.split(shape.sizes)
-    return _Inputs(words, columns(words, shape.rows) if shape.rows else None, *rest)
+    return _Inputs(words, sampling_rows(words, shape.rows) if shape.rows else None, *rest)
 
 
-class _Given(NamedTuple):
+class _HostInputs(NamedTuple):
     """What _Inputs has, on the host, to be filled."""
 
-    drawing: HostColumns | None
+    sampling: HostSamplingRows | None
     last: NDArray[np.int32]
     slots: NDArray[np.int32]
     cu_seqlens: NDArray[np.int32]
     tokens: NDArray[np.int32]
 
 
-def _given(memory: Tensor, shape: _Shape) -> _Given:
+def _host_inputs(memory: Tensor, shape: _Shape) -> _HostInputs:
     """The inputs that lie in `memory` (int32, 1-d), on the host."""
     words, *rest = memory.split(shape.sizes)
-    drawing = host_columns(words, shape.rows) if shape.rows else None
-    return _Given(drawing, *(part.numpy() for part in rest))
+    sampling = host_sampling_rows(words, shape.rows) if shape.rows else None
+    return _HostInputs(sampling, *(part.numpy() for part in rest))
 
 
 class _Graphed(NamedTuple):
-    """A shape's places: on the host, two that rounds use in turn, since a round may begin before
-    the copy of the one before it has ended; and those that its graph reads and writes."""
+    """A shape's memory: on the host, two buffers that steps use in turn, since a step may begin
+    before the copy of the one before it has ended; and what its graph reads and writes."""
 
     hosts: list[Tensor]
-    given: list[_Given]
+    host_inputs: list[_HostInputs]
     memory: Tensor
     inputs: _Inputs
 
 
 class PrefillRunner:
-    """Reads with `model` into `state`; `parameters` are those of the chunks' slots. No call waits
-    for the device."""
+    """Reads chunks into the states of their slots. No call waits for the device."""
 
-    def __init__(
-        self,
-        model: ModelBackend,
-        state: ModelState,
-        parameters: BatchSamplingParams,
-        adjustments: LogitsProcessors,
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._state = state
-        self._parameters = parameters
-        self._adjustments = adjustments
-        self._sampler = Sampler(parameters, adjustments, device)
-        self._device = device
+    def __init__(self, context: RunnerContext) -> None:
+        self._model = context.model
+        self._state = context.state
+        self._device = context.device
+        self._sampler = context.sampler
+        self._params = context.params
+        self._processors = context.processors
+        self._uploads = context.uploads
         self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
-        self._places: dict[_Shape, _Graphed] = {}
+        self._graphed: dict[_Shape, _Graphed] = {}
         # What graphs leave behind, for the next one overwrites the memory that they share.
         self._logits: Tensor | None = None  # [most chunks, vocab] fp32
         self._hidden: Tensor | None = None  # [most tokens, d_model]
-        self._turn = 0  # of the places on the host
+        self._turn = 0  # of the buffers on the host
         self._launch_bound = 0  # up to so many tokens, padding costs nothing
 
     def worth_graphs(self, sizes: Sequence[int]) -> int:
@@ -160,14 +150,14 @@ class PrefillRunner:
         """How long reading so many takes, without a graph, by how long its launches take."""
         shape = _Shape(tokens, 1, 1)
         words = torch.zeros(sum(shape.sizes), dtype=torch.int32)
-        self._fill(_given(words, shape), [], draw=False)
+        self._fill(_host_inputs(words, shape), [], sample=False)
         inputs = _inputs(words.to(self._device), shape)
-        self._run(inputs, draw=True)  # libraries load their kernels at first use
+        self._run(inputs, sample=True)  # libraries load their kernels at first use
         times = []
         for _ in range(3):
             torch.cuda.synchronize(self._device)
             begin = perf_counter()
-            self._run(inputs, draw=True)
+            self._run(inputs, sample=True)
             launched = perf_counter()
             torch.cuda.synchronize(self._device)
             times.append((perf_counter() - begin, launched - begin))
@@ -184,8 +174,8 @@ class PrefillRunner:
         hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         for shape in shapes:
             *mine, its = (piece[: sum(shape.sizes)] for piece in (*hosts, memory))
-            given = [_given(one, shape) for one in mine]
-            self._places[shape] = _Graphed(mine, given, its, _inputs(its, shape))
+            given = [_host_inputs(one, shape) for one in mine]
+            self._graphed[shape] = _Graphed(mine, given, its, _inputs(its, shape))
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device)
         self._hidden = None  # its type is the model's
         graphs = {
@@ -198,47 +188,51 @@ class PrefillRunner:
             one.capture(pool)
         self._graphs = graphs
 
-    def __call__(self, chunks: Sequence[PrefillChunk], draw: bool) -> Read:
-        """Reads the chunks, each into the state of its slot. With `draw` it also draws a token, the
-        first of its request, which must be plain, after every chunk with `sample`."""
-        sampled = [chunk for chunk in chunks if chunk.sample]
-        if draw and self._adjustments.concern(chunk.slot for chunk in sampled):
-            read = self(chunks, draw=False)
+    def __call__(self, chunks: Sequence[PrefillChunk], sample: bool) -> Read:
+        """Reads the chunks, each into the state of its slot. With `sample` it also samples a token,
+        the first of its request, which must be plain, after every chunk with `sample`.
+
+        The tensors of the result are valid until the next call.
+        """
+        ending = [chunk for chunk in chunks if chunk.sample]
+        if sample and self._processors.concern(chunk.slot for chunk in ending):
+            read = self(chunks, sample=False)
             assert read.logits is not None
-            return read._replace(drawing=self.draw(read.logits, sampled))
+            return read._replace(sampled=self.sample(read.logits, ending))
         tokens = sum(len(chunk.tokens) for chunk in chunks)
-        rows = sum(chunk.sample for chunk in chunks)
+        rows = len(ending)
         scored = any(chunk.targets is not None for chunk in chunks)
         size = self._graph_of(tokens, len(chunks))
         hidden, logits = None, None
         if size is not None:
             assert self._logits is not None and self._hidden is not None
-            place = self._places[size]
+            graphed = self._graphed[size]
             self._turn = 1 - self._turn
-            self._fill(place.given[self._turn], chunks, draw)
-            copy_words_(place.memory, place.hosts[self._turn])
+            self._fill(graphed.host_inputs[self._turn], chunks, sample)
+            copy_words_(graphed.memory, graphed.hosts[self._turn])
             self._graphs[size.sequences].replay(size.tokens)
-            inputs = place.inputs
+            inputs = graphed.inputs
             hidden, logits = self._hidden[:tokens], self._logits[:rows]
         else:
             shape = _Shape(tokens, len(chunks), rows)
             on_gpu = self._device.type == "cuda"
             host = torch.empty(sum(shape.sizes), dtype=torch.int32, pin_memory=on_gpu)
-            self._fill(_given(host, shape), chunks, draw)
+            self._fill(_host_inputs(host, shape), chunks, sample)
             inputs = _inputs(host.to(self._device, non_blocking=True), shape)
-            hidden, logits = self._run(inputs, draw)
-        drawing = None
-        if draw and rows:
-            assert inputs.drawing is not None and logits is not None
-            drawn = inputs.drawing.out[0, :rows]
-            asked = self._parameters.asked([chunk.slot for chunk in sampled])
-            keys, reported = [chunk.key for chunk in sampled], report(logits, drawn, asked)
-            drawing = SampleStep(keys, inputs.words, len(inputs.last), drawn, reported)
-        return Read(hidden if scored else None, logits if rows else None, drawing)
+            hidden, logits = self._run(inputs, sample)
+        sampled = None
+        if sample and rows:
+            assert inputs.sampling is not None and logits is not None
+            first = inputs.sampling.out[0, :rows]
+            asked = self._params.asked([chunk.slot for chunk in ending])
+            reported = report(logits, first, asked, self._uploads)
+            keys = [chunk.key for chunk in ending]
+            sampled = SampleStep(keys, inputs.words, len(inputs.last), first, reported)
+        return Read(hidden if scored else None, logits if rows else None, sampled)
 
-    def draw(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> SampleStep:
-        """Draws from known logits [rows, vocab] fp32, a row for each of the chunks, whose requests
-        must be plain."""
+    def sample(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> SampleStep:
+        """Samples from known logits [rows, vocab] fp32, a row for each of the chunks, whose
+        requests must be plain."""
         nothing = [0] * len(chunks)
         keys, slots = [chunk.key for chunk in chunks], [chunk.slot for chunk in chunks]
         return self._sampler.sample(Rows(keys, slots, nothing, nothing), logits)
@@ -252,9 +246,9 @@ class PrefillRunner:
                 return _Shape(size, sequences, sequences)
         return None
 
-    def _fill(self, given: _Given, chunks: Sequence[PrefillChunk], draw: bool) -> None:
+    def _fill(self, host: _HostInputs, chunks: Sequence[PrefillChunk], sample: bool) -> None:
         """Writes the inputs; what the chunks do not need becomes padding."""
-        tokens, ends, slots, last = given.tokens, given.cu_seqlens, given.slots, given.last
+        tokens, ends, slots, last = host.tokens, host.cu_seqlens, host.slots, host.last
         count = len(chunks)
         reached = np.cumsum([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
         total = int(reached[-1]) if count else 0
@@ -262,30 +256,32 @@ class PrefillRunner:
         tokens[total:] = 0
         ends[0], ends[1 : count + 1], ends[count + 1 :] = 0, reached, total
         slots[:count], slots[count:] = [chunk.slot for chunk in chunks], -1
-        drawn = [chunk.slot for chunk in chunks if chunk.sample]
-        last[: len(drawn)] = [
+        slots_of_rows = [chunk.slot for chunk in chunks if chunk.sample]
+        last[: len(slots_of_rows)] = [
             end - 1 for end, chunk in zip(reached.tolist(), chunks, strict=True) if chunk.sample
         ]
-        last[len(drawn) :] = 0
-        if given.drawing is not None:
-            self._fill_drawing(given.drawing, drawn if draw else [])
+        last[len(slots_of_rows) :] = 0
+        if host.sampling is not None:
+            self._fill_sampling(host.sampling, slots_of_rows if sample else [])
 
-    def _fill_drawing(self, given: HostColumns, slots: Sequence[int]) -> None:
+    def _fill_sampling(self, host: HostSamplingRows, slots: Sequence[int]) -> None:
         nothing = np.zeros(len(slots), np.int64)
         rows = np.array(slots, np.int32)
-        self._parameters.fill(given, rows, positions=nothing, tokens=nothing)
+        self._params.fill(host, rows, positions=nothing, tokens=nothing)
 
-    def _run(self, inputs: _Inputs, draw: bool) -> tuple[Tensor, Tensor | None]:
+    def _run(self, inputs: _Inputs, sample: bool) -> tuple[Tensor, Tensor | None]:
         hidden = self._model.prefill(inputs.tokens, inputs.cu_seqlens, self._state, inputs.slots)
-        if inputs.drawing is None:
+        if inputs.sampling is None:
             return hidden, None
         logits = self._model.logits(hidden.index_select(0, inputs.last))
-        if draw:
-            sample_rows(logits, inputs.drawing)
+        if sample:
+            sample_rows(logits, inputs.sampling)
         return hidden, logits
 
     def _run_graphed(self, chunks: int, tokens: int) -> None:
-        hidden, logits = self._run(self._places[_Shape(tokens, chunks, chunks)].inputs, draw=True)
+        hidden, logits = self._run(
+            self._graphed[_Shape(tokens, chunks, chunks)].inputs, sample=True
+        )
         assert logits is not None and self._logits is not None
         # The first run is one of the largest, and no capture: in one, these would lie in the memory
         # that the next graph overwrites.
@@ -295,6 +291,6 @@ class PrefillRunner:
         self._logits[:chunks].copy_(logits)
 
     def _clear(self, chunks: int, tokens: int) -> None:
-        place = self._places[_Shape(tokens, chunks, chunks)]
-        self._fill(place.given[0], [], draw=False)
-        place.memory.copy_(place.hosts[0])
+        graphed = self._graphed[_Shape(tokens, chunks, chunks)]
+        self._fill(graphed.host_inputs[0], [], sample=False)
+        graphed.memory.copy_(graphed.hosts[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops.upload import to_device
+from engine.ops.upload import UploadRing
 from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 from engine.step_plan import PrefillChunk, Scored
@@ -28,6 +28,7 @@ def score(
     vocab_size: int,
     hidden: Tensor,
     chunks: Sequence[PrefillChunk],
+    uploads: UploadRing,
 ) -> Tensor | None:
     """Reports of every target of `chunks`, one after the other; None without targets.
 
@@ -48,7 +49,7 @@ def score(
     top = max(chunk.score_top for chunk in chunks if chunk.targets is not None)
     block = _block_rows(vocab_size, hidden.device, in_cache=top <= MOST_TOP)
     both = np.stack([np.concatenate(positions), np.concatenate(targets)])
-    at, tokens = to_device(both, hidden.device)
+    at, tokens = uploads.put(both)
     blocks = [
         token_reports(logits(hidden[rows]), of_rows, top)
         for rows, of_rows in zip(at.split(block), tokens.split(block), strict=True)

@@ -1,7 +1,7 @@
 """StateCopier: carries out the moves of kept states that a plan asks for.
 
-A place is a row of the state pool (those of sequences first, then those of kept states, which have
-logits too) or, as ~row, one of main memory.
+A location is a row of the state pool (those of sequences first, then those of kept states, which
+have logits too) or, as ~row, one of main memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.ops.upload import to_device
+from engine.ops.upload import UploadRing
 from engine.runner.host_pool import HostStatePool
 from engine.runner.state_pool import StatePool
 from engine.step_plan import INITIAL, Admission, Copy, Load, PrefillChunk, Store
@@ -21,10 +21,13 @@ class StateCopier:
     """The rows of `pool` from `slots` on and `host_rows` rows of main memory are for kept states of
     a model with `vocab_size` logits."""
 
-    def __init__(self, pool: StatePool, slots: int, host_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, pool: StatePool, slots: int, host_rows: int, vocab_size: int, uploads: UploadRing
+    ) -> None:
         self._pool = pool
         self._slots = slots
         self._device = pool.device
+        self._uploads = uploads
         self._logits = torch.zeros(pool.rows - slots, vocab_size, device=pool.device)
         self._host = HostStatePool(host_rows, pool.width + vocab_size, pool.device)
 
@@ -71,7 +74,7 @@ class StateCopier:
             self._pool.copy(*map(list, zip(*here, strict=True)))
             kept = [(one, two) for one, two in here if slots <= one != initial and two >= slots]
             if kept:
-                rows = to_device([one - slots for one, _ in kept], self._device)
+                rows = self._uploads.put([one - slots for one, _ in kept])
                 self._put_logits(self._logits.index_select(0, rows), [two for _, two in kept])
         if loaded is not None:
             targets = [target for _, target in inwards]
@@ -91,11 +94,11 @@ class StateCopier:
         on_device = [i for i, source in enumerate(sources) if source >= 0]
         if on_device:
             rows = [sources[i] - self._slots for i in on_device]
-            there, row = to_device([on_device, rows], self._device)
+            there, row = self._uploads.put([on_device, rows])
             found.index_copy_(0, there, self._logits.index_select(0, row))
         if on_host:
             states = self._host.load([~sources[i] for i in on_host])
-            found[to_device(on_host, self._device)] = states[:, self._pool.width :]
+            found[self._uploads.put(on_host)] = states[:, self._pool.width :]
         return found
 
     def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
@@ -108,7 +111,7 @@ class StateCopier:
             assert logits is not None
             targets = [copy.target - self._slots for copy in with_logits]
             sources = [rows[copy.key] for copy in with_logits]
-            there, row = to_device([targets, sources], self._device)
+            there, row = self._uploads.put([targets, sources])
             self._logits.index_copy_(0, there, logits.index_select(0, row))
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
@@ -142,12 +145,12 @@ class StateCopier:
         kept_rows = range(self._pool.initial_row - self._slots)
         rows = [source - self._slots for source in sources]
         if all(row in kept_rows for row in rows):
-            kept_logits = self._logits.index_select(0, to_device(rows, self._device))
+            kept_logits = self._logits.index_select(0, self._uploads.put(rows))
             return torch.cat([states, kept_logits], dim=1)
         logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)
         kept = [i for i, row in enumerate(rows) if row in kept_rows]
         if kept:
-            there, row = to_device([kept, [rows[i] for i in kept]], self._device)
+            there, row = self._uploads.put([kept, [rows[i] for i in kept]])
             logits[there] = self._logits[row]
         return torch.cat([states, logits], dim=1)
 
@@ -156,11 +159,11 @@ class StateCopier:
         return self._pool.width + self._logits.shape[1]
 
     def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
-        """logits [n, vocab], for those of `targets` that have a place for them."""
+        """logits [n, vocab], for those of `targets` that have memory for them."""
         kept = [i for i, target in enumerate(targets) if target >= self._slots]
         if kept:
             rows = [targets[i] - self._slots for i in kept]
-            there, row = to_device([rows, kept], self._device)
+            there, row = self._uploads.put([rows, kept])
             self._logits.index_copy_(0, there, logits.index_select(0, row))
 
     def _put(self, move: Load) -> None:
@@ -177,7 +180,7 @@ class StateCopier:
 
 
 class _ParallelCopy:
-    """Copies made one after the other, as such that are made at once: for every place that they
+    """Copies made one after the other, as such that are made at once: for every location that they
     write to, the one that held, before them all, what it holds in the end."""
 
     def __init__(self) -> None:

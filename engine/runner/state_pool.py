@@ -15,29 +15,31 @@ from engine.config import ModelConfig
 from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models.state import new_state
-from engine.ops.upload import to_device
+from engine.ops.upload import UploadRing
 
 
 class StatePool:
     """`rows` states of one model, all at the initial state, and one more that stays there: the row
     `initial_row`, to be copied from.
 
-    `initial` [layers, inner] is the hidden state before the first token (None: zeros).
-    Raises ConfigError, naming max_slots, when the rows do not fit in the device's free memory.
+    `uploads` is the runner's, for the pool's device. `initial` [layers, inner] is the hidden state
+    before the first token (None: zeros). Raises ConfigError, naming max_slots, when the rows do not
+    fit in the device's free memory.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         rows: int,
-        device: torch.device,
+        uploads: UploadRing,
         initial: Tensor | None = None,
     ) -> None:
+        self.device = device = uploads.device
+        self._uploads = uploads
         self.bytes = (rows + 1) * config.state_bytes
         self._refuse_if_too_large(config, rows, device)
         self.state = new_state(config, rows + 1, initial, device)
         self.rows = self.initial_row = rows
-        self.device = device
         # A tensor of its own: what is written by index may not overlap with what is read.
         self._initial = [tensor[:, rows:].clone() for tensor in self.state.tensors()]
 
@@ -65,7 +67,7 @@ class StatePool:
             return
         self._check(sources, self.rows + 1)
         self._check(targets, self.rows)
-        source, target = to_device([sources, targets], self.device)
+        source, target = self._uploads.put([sources, targets])
         for tensor in self.state.tensors():
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
@@ -74,7 +76,7 @@ class StatePool:
         if not rows:
             return
         self._check(rows, self.rows)
-        index = to_device(rows, self.device)
+        index = self._uploads.put(rows)
         for tensor, initial in zip(self.state.tensors(), self._initial, strict=True):
             tensor.index_copy_(1, index, initial.expand(-1, len(rows), *initial.shape[2:]))
 
@@ -87,7 +89,7 @@ class StatePool:
         """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
         d_model]."""
         self._check(rows, self.rows + 1)
-        index = to_device(rows, self.device)
+        index = self._uploads.put(rows)
         parts = [
             tensor.index_select(1, index).transpose(0, 1).flatten(1)
             for tensor in self.state.tensors()
@@ -97,7 +99,7 @@ class StatePool:
     def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
         """Puts states [n, width], packed as `gather` does it, in their rows."""
         self._check(rows, self.rows)
-        index, start = to_device(rows, self.device), 0
+        index, start = self._uploads.put(rows), 0
         for tensor in self.state.tensors():
             shape = tensor[:, 0].shape
             part = states[:, start : start + shape.numel()]

@@ -1,4 +1,4 @@
-"""A sampler with the adjustments of its sequences, each in the slot of its key."""
+"""A sampler with the logits processors of its sequences, each in the slot of its key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.ops.upload import UploadRing
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import SamplingParams
@@ -30,17 +31,17 @@ class Sampling:
     def __init__(
         self, vocab: int, eos: tuple[int, ...], device: str = "cpu", slots: int = 64
     ) -> None:
-        where = torch.device(device)
-        self.adjustments = LogitsProcessors(slots, vocab, eos, where)
-        self.parameters = BatchSamplingParams(slots, vocab, eos)
-        self.sampler = Sampler(self.parameters, self.adjustments, where)
+        self.uploads = UploadRing(torch.device(device))
+        self.processors = LogitsProcessors(slots, vocab, eos, self.uploads)
+        self.params = BatchSamplingParams(slots, vocab, eos)
+        self.sampler = Sampler(self.params, self.processors, self.uploads)
         self.last: dict[int, int] = {}
 
     def admit(self, key: int, params: SamplingParams, prompt: Sequence[int] = (0,)) -> None:
         request = Request(id=key, prompt=pack_ids(prompt), sampling=params)
         admission = Admission(request, key, slot=key, source=None, cached_tokens=0)
-        self.adjustments.admit([admission])
-        self.parameters.admit([admission])
+        self.processors.admit([admission])
+        self.params.admit([admission])
 
     def sample(
         self,

@@ -1,5 +1,5 @@
-"""BatchSamplingParams: what requests ask for, kept so that to fill columns is one look-up for
-each."""
+"""BatchSamplingParams: what requests ask for, kept so that to fill SamplingRows is one look-up
+for each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from engine.protocol.sampling_params import (
     top_of,
 )
 from engine.runner.sampling import random_streams
-from engine.runner.sampling.batch_rows import HostColumns
+from engine.runner.sampling.batch_rows import HostSamplingRows
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)
-_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; draws are greedy long before
+_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; sampling is greedy long before
 
 
 class BatchSamplingParams:
-    """What requests ask for, by the slot of their sequence: columns on the host."""
+    """What requests ask for, by the slot of their sequence: one array on the host for each."""
 
     def __init__(self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
@@ -51,7 +51,7 @@ class BatchSamplingParams:
         self._put(slots, params)
 
     def all_plain(self, slots: Sequence[int]) -> bool:
-        """Whether the device can draw for all of these without the host."""
+        """Whether the device can sample for all of these without the host."""
         return bool(self._plain[list(slots)].all())
 
     def asked(self, slots: Sequence[int]) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ class BatchSamplingParams:
 
     def fill(
         self,
-        at: HostColumns,
+        at: HostSamplingRows,
         slots: NDArray[np.int32],
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
@@ -88,9 +88,9 @@ class BatchSamplingParams:
         at.cursor[:] = 0
 
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
-        temperatures = [drawn_temperature(one) for one in params]
+        temperatures = [sampling_temperature(one) for one in params]
         self._temperature[slots] = temperatures
-        if any(temperatures):  # else a draw looks at nothing of this
+        if any(temperatures):  # else sampling looks at nothing of this
             seeds = np.array([one.seed for one in params], np.int64)
             choices = np.array([one.choice for one in params], np.int64)
             self._streams[slots] = random_streams.stream_ids(seeds, choices)
@@ -116,8 +116,8 @@ def _row_of(ids: Iterable[int]) -> NDArray[np.int32]:
     return row
 
 
-def drawn_temperature(params: SamplingParams) -> float:
-    """As `ops.sample_` takes it: 0 where the best token is drawn; else what float32 cannot hold
+def sampling_temperature(params: SamplingParams) -> float:
+    """As `ops.sample_` takes it: 0 where the best token is taken; else what float32 cannot hold
     becomes its nearest positive value."""
     if is_greedy(params):
         return 0.0

@@ -1,4 +1,4 @@
-"""SamplingRows: what `ops.sample_` needs of the rows that it draws for, packed in one piece of
+"""SamplingRows: what `ops.sample_` needs of the rows that it samples for, packed in one piece of
 memory.
 
 A piece is filled on the host (engine/runner/sampling/batch_params.py) and uploaded at once.
@@ -19,15 +19,15 @@ from engine.ops.sampling import sample_best_
 from engine.protocol.sampling_params import MOST_STOP_IDS
 from engine.step_plan import MOST_STEPS
 
-_WIDE = 3  # columns of 8 bytes, which come first
-_NARROW = 6  # columns of 4 bytes
+_WIDE = 3  # fields of 8 bytes, which come first
+_NARROW = 6  # fields of 4 bytes
 FILLED_WORDS = 2 * _WIDE + _NARROW + MOST_STOP_IDS + 2  # of a row: all but `out`
 RESULT_WORD = FILLED_WORDS - 2  # where slots, cursor and `out` begin, in words of all rows
 
 
 def _words() -> NDArray[np.int64]:
-    """Of each word that is filled of a row: its place, as multiples of the size and of the row, and
-    what comes on top: [3, FILLED_WORDS, 1]."""
+    """Of each word that is filled of a row: its offset, as multiples of the size and of the row,
+    and what comes on top: [3, FILLED_WORDS, 1]."""
     words = [(2 * column, 2, half) for column in range(_WIDE) for half in range(2)]
     begin = 2 * _WIDE
     words += [(begin + column, 1, 0) for column in range(_NARROW)]
@@ -59,8 +59,8 @@ class SamplingRows(NamedTuple):
     out: Tensor  # [MOST_STEPS, size] int32; fewer where the memory has no more
 
 
-def columns(memory: Tensor, size: int) -> SamplingRows:
-    """The columns of `size` rows, packed at the beginning of `memory` (int32, 1-d)."""
+def sampling_rows(memory: Tensor, size: int) -> SamplingRows:
+    """The fields of `size` rows, packed at the beginning of `memory` (int32, 1-d)."""
     wide = memory[: 2 * _WIDE * size].view(torch.int64).view(_WIDE, size)
     rest = memory[2 * _WIDE * size : len(memory) // size * size]
     narrow = rest[: _NARROW * size].view(_NARROW, size)
@@ -74,9 +74,9 @@ def columns(memory: Tensor, size: int) -> SamplingRows:
     )  # fmt: skip
 
 
-class HostColumns(NamedTuple):
-    """Columns in host memory, seen as arrays: to make these views takes longer than to fill them,
-    so who fills the same memory often keeps them."""
+class HostSamplingRows(NamedTuple):
+    """SamplingRows in host memory, seen as arrays. To make these views takes longer than to fill
+    them, so who fills the same memory often keeps them."""
 
     positions: NDArray[np.int64]
     streams: NDArray[np.int64]
@@ -92,17 +92,17 @@ class HostColumns(NamedTuple):
     cursor: NDArray[np.int32]
 
 
-def host_columns(memory: Tensor, size: int) -> HostColumns:
-    """The columns of `size` rows but `out`, packed at the beginning of `memory`, on the host."""
-    *filled, _ = columns(memory, size)
-    return HostColumns(*(column.numpy() for column in filled))
+def host_sampling_rows(memory: Tensor, size: int) -> HostSamplingRows:
+    """The fields of `size` rows but `out`, packed at the beginning of `memory`, on the host."""
+    *filled, _ = sampling_rows(memory, size)
+    return HostSamplingRows(*(column.numpy() for column in filled))
 
 
 def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
     """Where what is filled of `rows` lies in the memory of `size` rows: [FILLED_WORDS, rows]."""
     at_size, at_row, more = _WORDS
-    places: NDArray[np.int64] = at_size * size + at_row * np.asarray(rows, np.int64) + more
-    return places
+    offsets: NDArray[np.int64] = at_size * size + at_row * np.asarray(rows, np.int64) + more
+    return offsets
 
 
 def sample_rows(logits: Tensor, at: SamplingRows) -> None:
@@ -113,7 +113,7 @@ def sample_rows(logits: Tensor, at: SamplingRows) -> None:
     )  # fmt: skip
 
 
-def draw_bests(best: Tensor, at: SamplingRows) -> None:
+def sample_bests(best: Tensor, at: SamplingRows) -> None:
     """`sample_best_`, with bests int64 [rows, parts]."""
     sample_best_(
         best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids

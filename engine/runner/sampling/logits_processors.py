@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine import ops
 from engine.ops.logits_processors import IN_PROMPT, RECORD_WORDS, Entry, pack_entries, record
-from engine.ops.upload import to_device
+from engine.ops.upload import UploadRing
 from engine.protocol.sampling_params import SamplingParams, endings, has_penalties, is_adjusted
 from engine.protocol.token_ids import unpack_ids
 from engine.step_plan import Admission
@@ -38,11 +38,12 @@ class LogitsProcessors:
     """Of `slots` slots."""
 
     def __init__(
-        self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
+        self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], uploads: UploadRing
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self._device = device = uploads.device
+        self._uploads = uploads
         self._records = torch.zeros(slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._asked: dict[int, _Asked] = {}  # by slot; other slots' records are empty
         self._free: list[Tensor] = []  # rows of counts
@@ -61,7 +62,7 @@ class LogitsProcessors:
         nothing = bytes(4 * RECORD_WORDS)
         records = [nothing if one is None else one.record for one in changed.values()]
         there = self._upload(b"".join(records)).view(-1, RECORD_WORDS)
-        self._records.index_copy_(0, to_device(list(changed), self._device), there)
+        self._records.index_copy_(0, self._uploads.put(list(changed)), there)
         # Only now does no record name what was there before.
         for slot, asked in changed.items():
             before = self._asked.pop(slot, None)
@@ -114,7 +115,7 @@ class LogitsProcessors:
             self._free += torch.zeros(shape, dtype=torch.int32, device=self._device).unbind()
         counts = self._free.pop()
         counts.zero_()
-        counts.index_fill_(0, to_device(sorted(set(unpack_ids(prompt))), self._device), IN_PROMPT)
+        counts.index_fill_(0, self._uploads.put(sorted(set(unpack_ids(prompt)))), IN_PROMPT)
         return counts
 
     def _upload(self, packed: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reported: log-probabilities of drawn tokens, for the rows whose requests ask for them."""
+"""Reported: log-probabilities of sampled tokens, for the rows whose requests ask for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.ops.upload import to_device
+from engine.ops.upload import UploadRing
 from engine.protocol.logprobs import PackedLogprobs, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 
@@ -31,13 +31,15 @@ class Reported(NamedTuple):
         }
 
 
-def report(logits: Tensor, tokens: Tensor, asked: Sequence[tuple[int, int]]) -> Reported | None:
-    """Of the drawn `tokens` [rows] int32, by logits [rows, vocab] fp32; None where nobody asked. A
-    row of logits that are not finite has drawn a negative token, and its report means nothing."""
+def report(
+    logits: Tensor, tokens: Tensor, asked: Sequence[tuple[int, int]], uploads: UploadRing
+) -> Reported | None:
+    """Of the sampled `tokens` [rows] int32, by logits [rows, vocab] fp32; None where nobody asked.
+    A row of logits that are not finite has a negative token, and its report means nothing."""
     if not asked:
         return None
     if len(asked) < len(logits):
-        rows = to_device([row for row, _ in asked], logits.device)
+        rows = uploads.put([row for row, _ in asked])
         logits, tokens = logits.index_select(0, rows), tokens.index_select(0, rows)
     top = max(top for _, top in asked)
     return Reported(list(asked), token_reports(logits, tokens.clamp(min=0).long(), top))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.ops.upload import UploadRing
 from engine.protocol.requests import Request
 from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
@@ -25,8 +26,9 @@ class Rows:
     """Places of a pool beside what each should hold: a state, and logits where they are known."""
 
     def __init__(self, device: str) -> None:
-        self.pool = StatePool(CONFIG, SLOTS + KEPT, torch.device(device), START)
-        self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.vocab_size)
+        uploads = UploadRing(torch.device(device))
+        self.pool = StatePool(CONFIG, SLOTS + KEPT, uploads, START)
+        self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.vocab_size, uploads)
         self.start = self.pool.gather([self.pool.initial_row])[0].cpu()
         self.states = dict.fromkeys(range(SLOTS + KEPT), self.start)
         self.logits: dict[int, Tensor] = {}

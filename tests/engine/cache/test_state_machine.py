@@ -488,7 +488,7 @@ class StateMachine(RuleBasedStateMachine):
         needed = {move.source for move in tiers.moves if isinstance(move, Copy)}
         state = self.runner._pool.state
         assert state.conv is not None
-        host = self.runner._places._host
+        host = self.runner._copier._host
         with torch.inference_mode():  # as the runner's own tensors were made
             for row in (scheduler._slots._free | tiers._device._free) - needed:
                 state.cell[:, row] = state.conv[:, row] = float("nan")

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from engine.ops import upload as indices
-from engine.ops.upload import UploadRing, to_device
+from engine.ops.upload import UploadRing
 
 
 def test_values_keep_their_shape() -> None:
-    there = to_device([3, 1, 2], torch.device("cpu"))
+    uploads = UploadRing(torch.device("cpu"))
+    there = uploads.put([3, 1, 2])
     assert there.dtype == torch.int64 and there.tolist() == [3, 1, 2]
-    assert to_device(np.arange(6).reshape(2, 3), torch.device("cpu")).tolist() == [
+    assert uploads.put(np.arange(6).reshape(2, 3)).tolist() == [
         [0, 1, 2],
         [3, 4, 5],
     ]
@@ -40,9 +41,10 @@ def test_a_part_is_written_again_when_its_last_use_has_passed(
     monkeypatch.setattr(indices, "PART_WORDS", 10)
     monkeypatch.setattr(indices, "PARTS", 3)
     ring = UploadRing(torch.device("cpu"))
+    ring._allocate()
     begins = []
     for first in range(0, 60, 4):
-        there = ring.put(np.arange(first, first + 4))
+        there = ring._put(np.arange(first, first + 4))
         assert there.tolist() == [first, first + 1, first + 2, first + 3]
         begins.append(there.storage_offset())
     assert begins[:8] == [0, 4, 10, 14, 20, 24, 0, 4]

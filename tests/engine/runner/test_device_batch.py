@@ -485,8 +485,8 @@ def test_rounds_in_graphs_give_what_eager_rounds_give(folder: Path, asked: dict[
     graphed = load(folder, device="cuda")
     eager.warm_up()
     graphed.warm_up()
-    captured = graphed._decoding._graphs
-    assert len(captured) == 5 and not eager._decoding._graphs
+    captured = graphed._batch._graphs
+    assert len(captured) == 5 and not eager._batch._graphs
     for kind, graphs in captured.items():
         if not kind.greedy:  # all of its steps are short
             assert set(graphs._steps_of) == set(buckets(SLOTS))

@@ -58,15 +58,15 @@ class BestsToo:
         return self._model.step(tokens, state, slots)
 
 
-def draw_as_if_bests(logits: Tensor, at: SamplingRows) -> None:
+def sample_as_if_bests(logits: Tensor, at: SamplingRows) -> None:
     assert not at.temperature[at.slots >= 0].any()
     sample_rows(logits, at)
 
 
 def bests_of(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> BestsToo:
     model = BestsToo(runner._model)
-    monkeypatch.setattr(runner._decoding, "_model", model)
-    monkeypatch.setattr(decoding, "draw_bests", draw_as_if_bests)
+    monkeypatch.setattr(runner._batch, "_model", model)
+    monkeypatch.setattr(decoding, "sample_bests", sample_as_if_bests)
     return model
 
 
@@ -121,7 +121,7 @@ def test_greedy_rounds_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Batches of one size give the same with and without logits, and each has its own graphs."""
     runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
     taken: list[str] = []
-    for kind, graphs in runner._decoding._graphs.items():
+    for kind, graphs in runner._batch._graphs.items():
         name = "greedy" if kind.greedy else "others" if any(kind) else "drawn"
         monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
     prompts = {key: [3, key] for key in range(60)}
@@ -147,7 +147,7 @@ def test_greedy_requests_are_served_by_graphs_of_both_kinds(
 ) -> None:
     runner = runner_with_a_head_of_exact_sums(tmp_path, monkeypatch)
     taken: list[str] = []
-    for kind, graphs in runner._decoding._graphs.items():
+    for kind, graphs in runner._batch._graphs.items():
         name = "greedy" if kind.greedy else "others" if any(kind) else "drawn"
         monkeypatch.setattr(graphs, "replay", noting(taken, name, graphs.replay))
     greedy, _ = greedy_and_mixed(60)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.protocol.sampling_params import SamplingParams
+from engine.runner.context import RunnerContext
 from engine.runner.guided_decoding import GuidedSampler, GuidedStep
 from engine.runner.sampling.sampler import Rows, SampleStep
 from tests.engine.runner.sampling.test_sampler import EOS, VOCAB, random_logits
@@ -47,13 +48,16 @@ class Table:
 def step_of(sampling: Sampling, model: Table, graphs: bool) -> GuidedStep:
     """Of the same sequences as another sampler has."""
     step = GuidedStep(
-        model,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
+        RunnerContext(
+            model,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            sampling.sampler,
+            sampling.params,
+            sampling.processors,
+            sampling.uploads,
+        ),
         ROWS,
         VOCAB,
-        sampling.parameters,
-        sampling.adjustments,
-        model.rows.device,
     )
     if graphs:
         step.capture([1, 4, ROWS], torch.cuda.graph_pool_handle())
@@ -64,11 +68,11 @@ def draw(step: GuidedStep, rows: Rows, allowed: dict[int, set[int]]) -> SampleSt
     """Some rows have a mask."""
     step.begin(rows)
     if not allowed:
-        return step.draw(rows, None)
+        return step.sample(rows, None)
     masks = step.masks(len(rows.keys), len(allowed))
     masks.of[list(allowed)] = range(len(allowed))
     masks.bits[:] = masks_of(*allowed.values()).numpy()[:, : masks.bits.shape[1]]
-    return step.draw(rows, masks)
+    return step.sample(rows, masks)
 
 
 @pytest.mark.parametrize(("device", "graphs"), WAYS)
@@ -118,7 +122,16 @@ class Matchers:
 
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_matchers_may_have_more_tokens_than_the_model_or_fewer(words: int) -> None:
-    draws = GuidedSampler(None, None, Matchers(words), torch.device("cpu"))  # type: ignore[arg-type]
+    sampling = Sampling(VOCAB, (EOS,))
+    context = RunnerContext(
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        sampling.sampler,
+        sampling.params,
+        sampling.processors,
+        sampling.uploads,
+    )
+    draws = GuidedSampler(context, None, Matchers(words))  # type: ignore[arg-type]
     bits = np.full((2, 2), -1, np.int32)
     draws._fill(Rows([7, 8, 9], [0, 1, 2], [0, 0, 0], [1, 1, 1]), [0, 2], bits)
     assert bits[:, 0].tolist() == [700, 900]

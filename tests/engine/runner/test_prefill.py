@@ -21,11 +21,14 @@ from engine.models.backends.selector import EagerBackend, ModelBackend
 from engine.models.loader import load_model, quantize_model, save_model
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
+from engine.ops.upload import UploadRing
 from engine.runner import prefill as prompts
+from engine.runner.context import RunnerContext
 from engine.runner.cuda_graphs import MOST_PADDING, BucketGraphs, long_prompts, prompt_buckets
 from engine.runner.prefill import PrefillRunner, Read
 from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.logits_processors import LogitsProcessors
+from engine.runner.sampling.sampler import Sampler
 from engine.step_plan import Admission, DecodeRow, PrefillChunk, StepPlan
 from tests.engine.runner.test_model_runner import (
     SLOTS,
@@ -89,12 +92,16 @@ class Pair:
 
     def __init__(self, model: LM, serving: ModelBackend, device: str) -> None:
         self.model = model
-        vocab, where = model.config.vocab_size, torch.device(device)
+        vocab = model.config.vocab_size
         self.states = [model.new_state(ROWS) for _ in range(2)]
-        self.parameters = BatchSamplingParams(ROWS, vocab, ())
-        self.adjustments = LogitsProcessors(ROWS, vocab, (), where)
+        uploads = UploadRing(torch.device(device))
+        self.params = BatchSamplingParams(ROWS, vocab, ())
+        self.processors = LogitsProcessors(ROWS, vocab, (), uploads)
+        sampler = Sampler(self.params, self.processors, uploads)
         self.steps = [
-            PrefillRunner(serving, one, self.parameters, self.adjustments, where)
+            PrefillRunner(
+                RunnerContext(serving, one, sampler, self.params, self.processors, uploads)
+            )
             for one in self.states
         ]
         pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
@@ -111,11 +118,23 @@ class Pair:
                 tensor[:, dead] = math.nan
 
     @torch.inference_mode()
-    def read(self, chunks: list[PrefillChunk], draw: bool = False) -> list[Read]:
+    def read(self, chunks: list[PrefillChunk], sample: bool = False) -> list[Read]:
         return [
-            Read(*(None if part is None else part.clone() for part in step(chunks, draw)))
+            Read(*(None if part is None else part.clone() for part in step(chunks, sample)))
             for step in self.steps
         ]
+
+
+def prefill_of(model: LM) -> PrefillRunner:
+    """Of ROWS slots, eager on the CPU."""
+    uploads, vocab = UploadRing(torch.device("cpu")), model.config.vocab_size
+    params = BatchSamplingParams(ROWS, vocab, ())
+    processors = LogitsProcessors(ROWS, vocab, (), uploads)
+    sampler = Sampler(params, processors, uploads)
+    state = model.new_state(ROWS)
+    return PrefillRunner(
+        RunnerContext(EagerBackend(model), state, sampler, params, processors, uploads)
+    )
 
 
 def tensors(state: ModelState) -> list[Tensor]:
@@ -231,7 +250,7 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
     """A device that takes a second a token, and a host that takes as long for any prompt."""
     now, busy_until = 0.0, 0.0
 
-    def run(step: PrefillRunner, inputs: Any, draw: bool) -> None:
+    def run(step: PrefillRunner, inputs: Any, sample: bool) -> None:
         nonlocal now, busy_until
         busy_until = max(now + launching, max(now, busy_until) + len(inputs.tokens))
         now += launching
@@ -244,10 +263,7 @@ def test_graphs_pay_while_the_device_does_not_take_much_longer(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(prompts, "perf_counter", lambda: now)
     model = build({"cell": "mingru"})
-    parameters = BatchSamplingParams(ROWS, model.config.vocab_size, ())
-    cpu = torch.device("cpu")
-    adjustments = LogitsProcessors(ROWS, model.config.vocab_size, (), cpu)
-    step = PrefillRunner(EagerBackend(model), model.new_state(1), parameters, adjustments, cpu)
+    step = prefill_of(model)
     assert step.worth_graphs([2, 4, 8]) == largest
     assert step._launch_bound == free
 
@@ -257,17 +273,13 @@ def test_long_prompts_are_filled_up_where_padding_costs_nothing(
     launch_bound: bool, replayed: list[int]
 ) -> None:
     model = build({"cell": "mingru"})
-    parameters = BatchSamplingParams(ROWS, model.config.vocab_size, ())
-    state = model.new_state(ROWS)
-    cpu = torch.device("cpu")
-    adjustments = LogitsProcessors(ROWS, model.config.vocab_size, (), cpu)
-    step = PrefillRunner(EagerBackend(model), state, parameters, adjustments, cpu)
+    step = prefill_of(model)
     step._launch_bound = 2048 if launch_bound else 0
     tokens = list(range(20)) * 90  # 1,800
     with torch.inference_mode():
         step.capture(prompt_buckets(2048, 1, longest=2048), model.config.vocab_size, None)
         for length in (1400, 1792, 1793, 1800):
-            step([chunk_of(1, 3, tokens, 0, length)], draw=False)
+            step([chunk_of(1, 3, tokens, 0, length)], sample=False)
     assert replayed == ([1536, 2048, 2048, 2048] if launch_bound else [1536, 2048, 2048])
 
 
@@ -319,7 +331,7 @@ def runners(
         graphed.warm_up()
     else:
         with torch.inference_mode():
-            graphed._prompts.capture(prompt_buckets(1024, SLOTS), VOCAB, None)
+            graphed._prefill.capture(prompt_buckets(1024, SLOTS), VOCAB, None)
     return [eager, graphed]
 
 
@@ -382,7 +394,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(tmp_path: Path, graphe
     runner = load(tmp_path, max_slots=3)
     if graphed:
         with torch.inference_mode():
-            runner._prompts.capture(prompt_buckets(64, 3), VOCAB, None)
+            runner._prefill.capture(prompt_buckets(64, 3), VOCAB, None)
     engine = Engine(runner)
     for _ in range(2):
         for id, prompt in enumerate([[1, 2, 3], [1, 7, 3], [4, 5]]):

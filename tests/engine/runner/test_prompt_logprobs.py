@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import read_reports
+from engine.ops.upload import UploadRing
 from engine.runner import prompt_logprobs as scoring
 from engine.runner.sampling.random_streams import token_reports
 from engine.step_plan import PrefillChunk
@@ -53,7 +54,8 @@ def test_targets_alone_are_scored_as_by_the_log_softmax(
 ) -> None:
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * rows)
     head, hidden = Head(device), hidden_of(47, device)
-    reports = scoring.score(head, VOCAB, hidden, CHUNKS)
+    uploads = UploadRing(torch.device(device))
+    reports = scoring.score(head, VOCAB, hidden, CHUNKS, uploads)
     assert reports is not None
     logprobs = read_reports(reports)
     assert sum(head.rows) == len(TARGETS) and max(head.rows) == min(rows, len(TARGETS))
@@ -69,9 +71,10 @@ def test_targets_alone_are_scored_as_by_the_log_softmax(
 
 def test_the_same_numbers_with_the_best_beside_them(device: str) -> None:
     head, hidden = Head(device), hidden_of(47, device)
+    uploads = UploadRing(torch.device(device))
     with_best = [CHUNKS[0], CHUNKS[1], chunk(3, list(range(40)), 40, top=3)]
-    alone = scoring.score(head, VOCAB, hidden, CHUNKS)
-    ranked = scoring.score(head, VOCAB, hidden, with_best)
+    alone = scoring.score(head, VOCAB, hidden, CHUNKS, uploads)
+    ranked = scoring.score(head, VOCAB, hidden, with_best, uploads)
     assert alone is not None and ranked is not None
     assert alone.shape == (len(TARGETS), 2) and ranked.shape == (len(TARGETS), 8)
     one, other = read_reports(alone), read_reports(ranked)
@@ -81,7 +84,8 @@ def test_the_same_numbers_with_the_best_beside_them(device: str) -> None:
 
 def test_nothing_to_score(device: str) -> None:
     head = Head(device)
-    assert scoring.score(head, VOCAB, hidden_of(4, device), [CHUNKS[1]]) is None
+    hidden, uploads = hidden_of(4, device), UploadRing(torch.device(device))
+    assert scoring.score(head, VOCAB, hidden, [CHUNKS[1]], uploads) is None
     assert head.rows == []
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.ops.upload import UploadRing
 from engine.runner import state_pool as state_module
 from engine.runner.state_pool import StatePool
 
@@ -19,7 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def filled_pool(device: str, config: ModelConfig = CONFIG) -> StatePool:
     """Six rows of random state, with an initial state that is not zero."""
     generator = torch.Generator().manual_seed(0)
-    pool = StatePool(config, 6, torch.device(device), INITIAL)
+    pool = StatePool(config, 6, UploadRing(torch.device(device)), INITIAL)
     for tensor in tensors(pool):
         tensor[:, :6].copy_(torch.randn(tensor[:, :6].shape, generator=generator))
     return pool
@@ -32,7 +33,7 @@ def tensors(pool: StatePool) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_begins_at_the_initial_state(device: str) -> None:
-    pool = StatePool(CONFIG, 2, torch.device(device), INITIAL)
+    pool = StatePool(CONFIG, 2, UploadRing(torch.device(device)), INITIAL)
     assert torch.equal(pool.state.cell.cpu(), INITIAL.unsqueeze(1).expand(3, 3, 16))
     assert pool.state.conv is not None and pool.state.conv.shape == (3, 3, 3, 8)
     assert not pool.state.conv.any()
@@ -44,7 +45,7 @@ def test_the_initial_state_is_there_to_be_copied(device: str) -> None:
     pool = filled_pool(device)
     before = [tensor.clone() for tensor in tensors(pool)]
     pool.copy([pool.initial_row] * 2, [4, 1])
-    fresh = tensors(StatePool(CONFIG, 6, torch.device(device), INITIAL))
+    fresh = tensors(StatePool(CONFIG, 6, UploadRing(torch.device(device)), INITIAL))
     for tensor, old, new in zip(tensors(pool), before, fresh, strict=True):
         assert torch.equal(tensor[:, [1, 4]], new[:, [1, 4]])
         assert torch.equal(tensor[:, [0, 2, 3, 5, 6]], old[:, [0, 2, 3, 5, 6]])
@@ -80,7 +81,7 @@ def test_a_pool_that_does_not_fit_says_how_many_rows_would(
 ) -> None:
     room = CONFIG.state_bytes * 10
     monkeypatch.setattr(state_module, "available_memory", lambda device: room + 1)
-    StatePool(CONFIG, 9, torch.device("cpu"))
+    StatePool(CONFIG, 9, UploadRing(torch.device("cpu")))
     with pytest.raises(ConfigError, match="at most 9") as caught:
-        StatePool(CONFIG, 10, torch.device("cpu"))
+        StatePool(CONFIG, 10, UploadRing(torch.device("cpu")))
     assert caught.value.param == "max_slots"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.ops.upload import UploadRing
 from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.sampler import Allowed
@@ -55,7 +56,8 @@ def test_bits_are_tokens(device: str) -> None:
     where = torch.device(device)
     slots = torch.zeros(3, dtype=torch.int32, device=where)
     allowed = allow(3, dict(enumerate(rows)), device)
-    LogitsProcessors(1, VOCAB, (EOS,), where).apply(masked, slots, slots, slots.long(), *allowed)
+    processors = LogitsProcessors(1, VOCAB, (EOS,), UploadRing(where))
+    processors.apply(masked, slots, slots, slots.long(), *allowed)
     for row, tokens in enumerate(rows):
         finite = {int(token) for token in masked[row].isfinite().nonzero()}
         assert finite == tokens

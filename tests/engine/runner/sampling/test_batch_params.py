@@ -11,7 +11,7 @@ from engine.protocol.requests import Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.runner.sampling.batch_params import BatchSamplingParams
-from engine.runner.sampling.batch_rows import FILLED_WORDS, HostColumns, host_columns
+from engine.runner.sampling.batch_rows import FILLED_WORDS, HostSamplingRows, host_sampling_rows
 from engine.step_plan import Admission
 
 SLOTS, VOCAB, EOS = 4, 50, 49
@@ -21,15 +21,15 @@ def admission(slot: int, params: SamplingParams) -> Admission:
     return Admission(Request(id=slot, prompt=pack_ids([1]), sampling=params), slot, slot, None, 0)
 
 
-def filled(parameters: BatchSamplingParams, slots: list[int]) -> HostColumns:
+def filled(parameters: BatchSamplingParams, slots: list[int]) -> HostSamplingRows:
     memory = torch.full((FILLED_WORDS * (len(slots) + 1),), 7, dtype=torch.int32)
-    at = host_columns(memory, len(slots) + 1)
+    at = host_sampling_rows(memory, len(slots) + 1)
     nothing = np.zeros(len(slots), np.int64)
     parameters.fill(at, np.array(slots, np.int32), nothing, nothing)
     return at
 
 
-def looked_at(at: HostColumns, row: int) -> tuple[object, ...]:
+def looked_at(at: HostSamplingRows, row: int) -> tuple[object, ...]:
     """What a draw reads of a row: of one that takes the best token only this."""
     best = (at.remaining[row], *at.stop_ids[row], at.slots[row], at.cursor[row])
     if not at.temperature[row] > 0:

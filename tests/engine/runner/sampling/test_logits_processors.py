@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.ops.upload import UploadRing
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
@@ -33,7 +34,7 @@ def laid_on(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_slot_has_what_its_latest_request_asked_for(device: str) -> None:
-    adjustments = LogitsProcessors(30, VOCAB, (EOS,), torch.device(device))
+    adjustments = LogitsProcessors(30, VOCAB, (EOS,), UploadRing(torch.device(device)))
     for turn in range(3):
         for slot in range(30):
             assert adjustments.concern([slot]) == (turn > 0 and slot % 3 < 2)
@@ -50,20 +51,20 @@ def test_a_slot_has_what_its_latest_request_asked_for(device: str) -> None:
 
 
 def test_ends_are_ruled_out_until_there_are_min_tokens() -> None:
-    adjustments = LogitsProcessors(1, VOCAB, (EOS,), torch.device("cpu"))
+    adjustments = LogitsProcessors(1, VOCAB, (EOS,), UploadRing(torch.device("cpu")))
     admit(adjustments, 0, [1], min_tokens=3, stop_token_ids=(5,), ignore_eos=True, max_tokens=9)
     banned = {5: -torch.inf, EOS: -torch.inf}
     assert [laid_on(adjustments, 0, "cpu", at) for at in (0, 2, 3)] == [banned, banned, {}]
 
 
 def test_there_may_be_a_bias_for_every_token() -> None:
-    adjustments = LogitsProcessors(2, VOCAB, (), torch.device("cpu"))
+    adjustments = LogitsProcessors(2, VOCAB, (), UploadRing(torch.device("cpu")))
     admit(adjustments, 1, [1], logit_bias={id: 1.0 + id for id in range(VOCAB)})
     assert laid_on(adjustments, 1, "cpu") == {id: 2.0 + id for id in range(VOCAB)}
 
 
 def test_who_draws_nothing_asks_for_nothing() -> None:
-    adjustments = LogitsProcessors(1, VOCAB, (EOS,), torch.device("cpu"))
+    adjustments = LogitsProcessors(1, VOCAB, (EOS,), UploadRing(torch.device("cpu")))
     admit(adjustments, 0, [1], logit_bias={1: 1.0}, max_tokens=0)
     assert not adjustments.concern([0]) and laid_on(adjustments, 0, "cpu") == {}
 
@@ -72,7 +73,7 @@ def test_a_request_that_fails_leaves_the_slot_to_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What its record names is in use until that is another's."""
-    adjustments = LogitsProcessors(2, VOCAB, (EOS,), torch.device("cpu"))
+    adjustments = LogitsProcessors(2, VOCAB, (EOS,), UploadRing(torch.device("cpu")))
     admit(adjustments, 0, [1], logit_bias={3: 1.5})
     kept = adjustments._asked[0]
 
