@@ -20,6 +20,7 @@ TORCH_FREE = [
     "engine.config",
     "engine.errors",
     "engine.model_files",
+    "engine.safetensors_container",
     "engine.scheduler.scheduler",
     "engine.step_plan",
 ]
@@ -36,6 +37,7 @@ SERVICE_MAY_IMPORT = (
     "engine.gc_tuning",
     "engine.inline",
     "engine.model_files",
+    "engine.safetensors_container",
     "engine.tokenizer_layout",
 )
 

@@ -26,13 +26,14 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.cache.storage import prefix_file
 from engine.cache.storage.file_store import StateFileStore
 from engine.cache.storage.prefix_file import Head
-from engine.cache.storage.snapshot import MOST_HEADER, StateLayout
+from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.state_folder import PREFIX_FOLDER
 from engine.cache.storage.worker_threads import Result
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.errors import ConfigError, StateMalformed
 from engine.protocol.token_ids import ID_BYTES
+from engine.safetensors_container import LENGTH_BYTES, MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +107,8 @@ class DiskTier:
         """Brings a state that a file alone has back to a row, where that can be;
         `StateTransfer.collect` tells when. A file that is damaged goes."""
         if self._shelf is not None:
-            most = MOST_HEADER + kept.position * ID_BYTES + self._shape.bytes
-            most += 4 * self._shape.vocab_size + 8
+            most = LENGTH_BYTES + MAX_HEADER_BYTES + kept.position * ID_BYTES
+            most += self._shape.bytes + 4 * self._shape.vocab_size
             self._order.touch(kept)
             logits = kept.logits
             self._traffic.load_from(

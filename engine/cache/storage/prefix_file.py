@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from engine.cache.storage.snapshot import MOST_HEADER, StateLayout
+from engine.cache.storage.snapshot import StateLayout
 from engine.errors import StateMalformed
 from engine.protocol.token_ids import ID_BYTES, unpack_ids
+from engine.safetensors_container import Tensor, parse_header, read_through, serialize
 
 FORMAT = "minserve.prefix.1"
-
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -41,38 +39,22 @@ class Head:
 
 def write(head: Head, state: bytes, variant: str) -> bytes:
     """The file; `state` with the logits, where `head` says so. (Its `bytes` are not looked at.)"""
-    end = len(head.text)
-    state_at = [end, end + len(state)]
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "format": FORMAT,
-            "variant": variant,
-            "owner": head.owner,
-            "salt": head.salt,
-            "with_logits": str(int(head.with_logits)),
-            "text_sum": _text_sum(variant, head),
-            "state_sum": _sum(state),
-        },
-        "text": {"dtype": "I32", "shape": [end // ID_BYTES], "data_offsets": [0, end]},
-        "state": {"dtype": "F32", "shape": [len(state) // 4], "data_offsets": state_at},
+    metadata = {
+        "format": FORMAT,
+        "variant": variant,
+        "owner": head.owner,
+        "salt": head.salt,
+        "with_logits": str(int(head.with_logits)),
+        "text_sum": _text_sum(variant, head),
+        "state_sum": _sum(state),
     }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((_LENGTH.pack(len(text)), text, head.text, state))
+    text = Tensor("text", "I32", [len(head.text) // ID_BYTES], head.text)
+    return serialize(metadata, [text, Tensor("state", "F32", [len(state) // 4], state)])
 
 
 def read_head(file: BinaryIO, most: int) -> bytes:
-    """The beginning of a file, up to the state, of at most `most` bytes."""
-    start = file.read(_LENGTH.size)
-    if len(start) < _LENGTH.size:
-        return start
-    (length,) = _LENGTH.unpack(start)
-    header = file.read(min(length, MOST_HEADER))
-    try:
-        end = json.loads(header)["text"]["data_offsets"][1]
-        return start + header + file.read(min(max(int(end), 0), most))
-    except (ValueError, TypeError, LookupError, RecursionError):
-        return start + header
+    """The beginning of a file, up to the state, with at most `most` bytes of text."""
+    return read_through(file, "text", most)
 
 
 def parse_head(content: bytes, variant: str, shape: StateLayout) -> Head:
@@ -96,12 +78,9 @@ def parse(content: bytes, variant: str, shape: StateLayout) -> bytes:
 
 def _parse(content: bytes, variant: str, shape: StateLayout) -> tuple[Head, str]:
     try:
-        (length,) = _LENGTH.unpack_from(content)
-        if length > MOST_HEADER:
-            raise StateMalformed(f"the header is said to have {length} bytes")
-        start = _LENGTH.size + length
-        header = json.loads(content[_LENGTH.size : start])
-        told, (begin, end) = header["__metadata__"], header["text"]["data_offsets"]
+        header = parse_header(content)
+        told, start = header.metadata, header.data_start
+        begin, end = header.tensors["text"]["data_offsets"]
         if told["format"] != FORMAT or told["variant"] != variant:
             raise StateMalformed("the file is of another format or another model")
         if begin != 0 or type(end) is not int or not 0 < end <= len(content) - start:
@@ -109,14 +88,14 @@ def _parse(content: bytes, variant: str, shape: StateLayout) -> tuple[Head, str]
         with_logits = told["with_logits"] == "1"
         size = start + end + _state_bytes(with_logits, shape)
         text = content[start : start + end]
-        head = Head(str(told["owner"]), str(told["salt"]), text, with_logits, size)
+        head = Head(told["owner"], told["salt"], text, with_logits, size)
         if told["text_sum"] != _text_sum(variant, head):
             raise StateMalformed("the text has another checksum than when it was written")
         ids = unpack_ids(text)
         if not 0 <= min(ids) <= max(ids) < shape.vocab_size:
             raise StateMalformed("the text has a token id that the model does not know")
-        return head, str(told["state_sum"])
-    except (struct.error, ValueError, TypeError, LookupError, RecursionError) as error:
+        return head, told["state_sum"]
+    except (ValueError, TypeError, LookupError) as error:
         raise StateMalformed(f"no file of a cached state: {error!r}") from None
 
 

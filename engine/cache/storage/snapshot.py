@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,10 +29,16 @@ import numpy as np
 from engine.config import SCAN_CHUNK
 from engine.errors import StateMalformed, StateMismatch
 from engine.protocol.token_ids import ID_BYTES, unpack_ids
+from engine.safetensors_container import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Tensor,
+    parse_header,
+    serialize,
+)
 
 FORMAT = "minserve.state.2"
 FORMER = "minserve.state.1"  # without a digest
-MOST_HEADER = 2**16  # bytes
 MOST_TAIL = SCAN_CHUNK  # tokens
 MOST_RECENT = 4  # tokens; a character of UTF-8 has up to four bytes
 MOST_TOKENS = 2**62  # that a text may be said to have
@@ -58,7 +64,7 @@ class StateLayout:
     @property
     def most_bytes(self) -> int:
         """Of a snapshot's file."""
-        return _LENGTH.size + MOST_HEADER + self.bytes + MOST_TAIL * ID_BYTES
+        return LENGTH_BYTES + MAX_HEADER_BYTES + self.bytes + MOST_TAIL * ID_BYTES
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,6 @@ def digest_of(state: bytes) -> bytes:
 
 def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
     """The file. It takes a while where the state is large, as `read` does."""
-    end = 4 * math.prod(shape.cell)
     metadata = {
         **snapshot.extra,
         "format": FORMAT,
@@ -93,21 +98,15 @@ def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
         "drawn": str(int(snapshot.drawn)),
         "recent": ",".join(map(str, snapshot.recent)),
     }
-    header: dict[str, Any] = {
-        "__metadata__": metadata,
-        "cell": {"dtype": "F32", "shape": list(shape.cell), "data_offsets": [0, end]},
-    }
+    state, end = memoryview(snapshot.state), 4 * math.prod(shape.cell)
+    tensors = [Tensor("cell", "F32", shape.cell, state[:end])]
     if shape.conv is not None:
-        offsets = [end, shape.bytes]
-        header["conv"] = {"dtype": "F32", "shape": list(shape.conv), "data_offsets": offsets}
-    count, start = len(snapshot.tail) // ID_BYTES, shape.bytes
-    offsets = [start, start + len(snapshot.tail)]
-    header["tail"] = {"dtype": "I32", "shape": [count], "data_offsets": offsets}
-    tensors = {name: told for name, told in header.items() if name != "__metadata__"}
-    metadata["digest"] = _sum(metadata, tensors, snapshot.digest, snapshot.tail)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((_LENGTH.pack(len(text)), text, snapshot.state, snapshot.tail))
+        tensors.append(Tensor("conv", "F32", shape.conv, state[end:]))
+    count = len(snapshot.tail) // ID_BYTES
+    tensors.append(Tensor("tail", "I32", [count], snapshot.tail))
+    named = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
+    metadata["digest"] = _sum(metadata, named, snapshot.digest, snapshot.tail)
+    return serialize(metadata, tensors)
 
 
 def read(content: bytes, shape: StateLayout) -> Snapshot:
@@ -115,8 +114,17 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
 
     Raises StateMalformed, which says what is wrong, or StateMismatch for another model's.
     """
-    header, start = _header(content, shape)
-    metadata = _metadata(header)
+    if len(content) > shape.most_bytes:
+        raise StateMalformed(
+            f"the snapshot has {len(content)} bytes; those of this model have at most "
+            f"{shape.most_bytes}"
+        )
+    found = parse_header(content)
+    header, metadata, start = found.tensors, found.metadata, found.data_start
+    if any(len(value) > MOST_EXTRA for value in metadata.values()):
+        raise StateMalformed(
+            f"__metadata__ must be an object of strings of up to {MOST_EXTRA} characters"
+        )
     told, digest = dict(metadata), metadata.pop("digest", None)
     kind, fingerprint = metadata.pop("format", None), metadata.pop("fingerprint", "")
     if kind not in (FORMAT, FORMER):
@@ -160,67 +168,30 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
         raise StateMalformed(f"the tail has {count} tokens; of a drawn one it has 1")
     recent = _recent(metadata.pop("recent", ""), shape)
     state = content[start : start + shape.bytes]
-    found = Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
-    if digest is not None and digest != _sum(told, header, found.digest, tail):
+    snapshot = Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
+    named = [(name, tensor["dtype"], tensor["shape"]) for name, tensor in header.items()]
+    if digest is not None and digest != _sum(told, named, snapshot.digest, tail):
         raise StateMalformed(
             "the snapshot is damaged: its digest is another one than when it was written"
         )
-    return found
+    return snapshot
 
 
-def _sum(metadata: Mapping[str, str], tensors: Mapping[str, Any], state: bytes, tail: bytes) -> str:
-    """The digest of a file whose state has the digest `state`. What says how long the rest is
-    comes first, after its own length, so no two files are one text here."""
+def _sum(
+    metadata: Mapping[str, str],
+    tensors: Iterable[tuple[str, str, list[int]]],
+    state: bytes,
+    tail: bytes,
+) -> str:
+    """The digest of a file with these metadata and tensors (name, dtype, shape), whose state has
+    the digest `state`. What says how long the rest is comes first, after its own length, so no two
+    files are one text here."""
     entries = sorted((name, value) for name, value in metadata.items() if name != "digest")
-    named = [[name, told["dtype"], told["shape"]] for name, told in sorted(tensors.items())]
-    text = json.dumps([entries, named]).encode()
+    text = json.dumps([entries, sorted(tensors)]).encode()
     digest = hashlib.blake2b(_LENGTH.pack(len(text)), digest_size=16)
     for part in (text, state, tail):
         digest.update(part)
     return digest.hexdigest()
-
-
-def _header(content: bytes, shape: StateLayout) -> tuple[dict[str, Any], int]:
-    """The header, and where it ends."""
-    if len(content) > shape.most_bytes:
-        raise StateMalformed(
-            f"the snapshot has {len(content)} bytes; those of this model have at most "
-            f"{shape.most_bytes}"
-        )
-    if len(content) < _LENGTH.size:
-        raise StateMalformed(f"the snapshot has {len(content)} bytes, which is no safetensors file")
-    (length,) = _LENGTH.unpack_from(content)
-    if not 2 <= length <= min(MOST_HEADER, len(content) - _LENGTH.size):
-        raise StateMalformed(
-            f"the header is said to have {length} bytes; allowed: 2 to {MOST_HEADER}, within the "
-            "file"
-        )
-    start = _LENGTH.size + length
-    try:
-        header = json.loads(content[_LENGTH.size : start].decode(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        raise StateMalformed(f"the header is no JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise StateMalformed("the header is no JSON object")
-    return header, start
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name stands twice in an object")
-    return values
-
-
-def _metadata(header: dict[str, Any]) -> dict[str, str]:
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) and len(value) <= MOST_EXTRA for value in metadata.values()
-    ):
-        raise StateMalformed(
-            f"__metadata__ must be an object of strings of up to {MOST_EXTRA} characters"
-        )
-    return metadata
 
 
 def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from engine.errors import StateError, StateNotFound
 from engine.protocol.events import Finished
 from engine.protocol.requests import KeepState
 from engine.protocol.state_calls import StateInfo
+from engine.safetensors_container import parse_header
 from service.http.errors import invalid
 from service.inference.inference_request import InferenceRequest
 from service.inference.runtime import Runtime
@@ -225,10 +225,10 @@ def state_object(info: StateInfo) -> dict[str, Any]:
 
 def _described(snapshot: bytes) -> dict[str, Any]:
     """What the engine's own file says of itself."""
-    header = json.loads(snapshot[8 : 8 + int.from_bytes(snapshot[:8], "little")])
-    metadata = header.pop("__metadata__")
+    header = parse_header(snapshot)
+    ends = (header.tensors[name]["data_offsets"][1] for name in header.tensors if name != "tail")
     return {
-        "tokens": int(metadata["tokens"]),
-        "bytes": max(header[name]["data_offsets"][1] for name in header if name != "tail"),
-        "fingerprint": metadata["fingerprint"],
+        "tokens": int(header.metadata["tokens"]),
+        "bytes": max(ends),
+        "fingerprint": header.metadata["fingerprint"],
     }
