@@ -8,8 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.connection import FIRST
 from service.http.errors import ApiError, respond
-from service.http.rest_of_body import discard
-from service.http.scope import CONNECTION, REFUSAL, header
+from service.http.scope import CONNECTION, REFUSAL, discard, header
 from service.http.slashes import plain
 
 MOST_DIGITS = 18  # of a length that anybody means

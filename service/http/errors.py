@@ -38,8 +38,7 @@ from engine.errors import (
 )
 from service.http.connection import Connection, begin
 from service.http.json_response import JSONResponse
-from service.http.rest_of_body import discard
-from service.http.scope import CONNECTION, ERROR_CODE, REQUEST_ID
+from service.http.scope import CONNECTION, ERROR_CODE, REQUEST_ID, discard
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
-"""What the service leaves in an ASGI scope, for those who handle the same request later."""
+"""Keys of the ASGI scope that carry the service's own objects, and helpers over scope and receive."""
 
 from __future__ import annotations
 
-from starlette.types import Scope
+import asyncio
+
+from starlette.types import Receive, Scope
 
 REQUEST_ID = "minserve.request_id"
 ARRIVED = "minserve.arrived"  # by time.perf_counter
@@ -25,6 +27,9 @@ STATUS = "minserve.status"  # of what has ended
 TRACE = "minserve.trace"  # service.observability.traces.Trace, where traces are taken
 _BY_NAME = "minserve.headers"  # the headers, once somebody has asked for one
 
+DISCARDED = 64 * 2**20  # bytes of a body that `discard` reads at most
+DISCARD_SECONDS = 10.0  # at most
+
 
 def header(scope: Scope, name: bytes) -> str | None:
     """A request's header, the first one of this lower-case name."""
@@ -33,3 +38,22 @@ def header(scope: Scope, name: bytes) -> str | None:
         by_name = scope[_BY_NAME] = dict(reversed(scope["headers"]))
     value = by_name.get(name)
     return None if value is None else value.decode("latin-1")
+
+
+async def discard(receive: Receive) -> None:
+    """Reads the rest of a request's body and throws it away, within DISCARDED and DISCARD_SECONDS.
+
+    A client reads no response before it has sent its body, and a connection that is closed with
+    unread data is reset, which takes the response away with it. So a response that closes its
+    connection ends only after this; a client that sends more loses the connection.
+    """
+    left = DISCARDED
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while left > 0:
+                read = await receive()
+                left -= len(read.get("body", b""))
+                if not read.get("more_body", False):
+                    break
+    except TimeoutError:
+        pass

@@ -17,7 +17,7 @@ import pytest
 
 from service.http.connection import FIRST, Connection, Writer, begin, connect
 from service.http.json_response import JSONResponse
-from service.http.rest_of_body import DISCARD_SECONDS
+from service.http.scope import DISCARD_SECONDS
 from service.http.scope import CONNECTION, PROTOCOL
 from service.inference.inference_request import InferenceRequest
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer

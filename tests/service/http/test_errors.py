@@ -390,7 +390,7 @@ async def test_a_body_that_stops_coming_is_not_waited_for(
                 await asyncio.Event().wait()
             return await super().receive()
 
-    monkeypatch.setattr("service.http.rest_of_body.DISCARD_SECONDS", 0.05)
+    monkeypatch.setattr("service.http.scope.DISCARD_SECONDS", 0.05)
     assert await Stopping(100).refused(service) == [17, 17, 20]
 
 
