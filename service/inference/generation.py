@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -182,6 +183,31 @@ async def gather(
             if failed == len(tasks) or ends_all(outcome.error):
                 raise outcome.error
     return outcomes
+
+
+def choose(outcomes: list[Outcome], draws: int, keep: int) -> list[Outcome]:
+    """The `keep` likeliest of every `draws` outcomes, best first: OpenAI's `best_of`.
+
+    All of them, in order, where as many are kept as were drawn.
+    """
+    if draws == keep:
+        return outcomes
+    chosen: list[Outcome] = []
+    for first in range(0, len(outcomes), draws):
+        chosen += sorted(outcomes[first : first + draws], key=_merit, reverse=True)[:keep]
+    return chosen
+
+
+def _merit(outcome: Outcome) -> tuple[int, float]:
+    """The mean log-probability of the outcome's tokens, as a key to sort by.
+
+    Empty texts come after all others, and failed outcomes after these; of equals the first drawn
+    comes first.
+    """
+    if outcome.error is not None:
+        return 0, 0.0
+    values = [piece.logprobs.logprob for piece in outcome.pieces if piece.logprobs is not None]
+    return (2, math.fsum(values) / len(values)) if values else (1, 0.0)
 
 
 # Gives the events of a task's new pieces; a coroutine where they are many.

@@ -17,8 +17,7 @@ from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
 from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, render
 from service.http.scope import REQUEST_ID
-from service.inference.best_of import choose
-from service.inference.generation import GenerationTask, Outcome, gather, stream
+from service.inference.generation import GenerationTask, Outcome, choose, gather, stream
 from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
 from service.inference.inputs.guided import constrained, field_of, read_grammar

@@ -17,8 +17,7 @@ import pytest
 
 from service.http.connection import FIRST, Connection, Writer, begin, connect
 from service.http.json_response import JSONResponse
-from service.http.scope import DISCARD_SECONDS
-from service.http.scope import CONNECTION, PROTOCOL
+from service.http.scope import CONNECTION, DISCARD_SECONDS, PROTOCOL
 from service.inference.inference_request import InferenceRequest
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for

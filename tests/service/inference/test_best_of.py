@@ -9,8 +9,7 @@ import pytest
 
 from engine.errors import StepFailed
 from engine.protocol.logprobs import TokenLogprobs
-from service.inference.best_of import choose
-from service.inference.generation import Outcome
+from service.inference.generation import Outcome, choose
 from service.inference.output_text import OutputText, Piece
 from tests.service.harness import Service, usage_of
 
