@@ -15,8 +15,7 @@ from service.inference.event_template import TokenParts
 from service.inference.inference_request import InferenceRequest, RequestsInFlight
 from service.observability.metrics import Metrics
 from service.settings import Settings
-from service.text.chat_template import ChatTemplate
-from service.text.model_text import load_text
+from service.text.chat_template import ChatTemplate, load_text
 from service.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,7 @@ from engine.protocol.events import ModelInfo
 from engine.supervisor.supervisor import Supervisor, SupervisorConfig
 from service.observability import merge as samples
 from service.settings import Settings
-from service.text.model_text import load_text
+from service.text.chat_template import load_text
 
 
 def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor:

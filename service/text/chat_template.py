@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import InvalidRequest
+from engine.protocol.messages import ModelInfo
 from service.text.client_text import ClientText, Knife, escaped, texts_in, unused_marks
 from service.text.content_format import ContentFormat, content_format
 from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
@@ -206,6 +207,16 @@ class ChatTemplate:
         return {
             key: knife.cut_all(content if key == "content" else message[key]) for key in message
         }
+
+
+async def load_text(info: ModelInfo) -> tuple[Tokenizer | None, ChatTemplate]:
+    """What a model's folder says of text: its tokenizer, if it has one, and its chat template.
+
+    Raises CheckpointError.
+    """
+    folder = Path(info.folder)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, folder, info.vocab_size)
+    return tokenizer, await asyncio.to_thread(ChatTemplate.load, folder, tokenizer)
 
 
 def _tellable(error: Exception) -> str:
