@@ -1,4 +1,4 @@
-"""Keys of the ASGI scope that carry the service's own objects, and helpers for scope and receive."""
+"""Keys of the ASGI scope that carry the service's own objects; helpers for scope and receive."""
 
 from __future__ import annotations
 

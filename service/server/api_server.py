@@ -24,7 +24,7 @@ from service.http.stalled import MeteredProtocol, cut_stalled
 from service.inference.engines import Engines
 from service.inference.lifecycle import Lifecycle
 from service.server.end_signals import EndSignals
-from service.server.tls import CIPHERS
+from service.server.sockets import CIPHERS
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from engine.errors import CheckpointError, ConfigError, DeviceError, EngineError
 from engine.supervisor.supervisor import Supervisor
 from service.inference.supervision import make_supervisor
 from service.keys import load_keys
-from service.server.sockets import address_of, listening
-from service.server.tls import check_tls
+from service.server.sockets import address_of, check_tls, listening
 from service.settings import PREFIX, Settings, unknown_variables
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from service.settings import Settings
-from service.settings_table import VARIABLES, option_texts, table
+from service.terminal.settings_table import VARIABLES, option_texts, table
 from tests.docs.commands import PAGES
 from tests.service.observability.test_prometheus_files import load, rules
 
@@ -28,7 +28,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_the_table_is_what_the_code_says() -> None:
     found = PAGE.split("<!-- settings -->\n")[1].strip()
-    assert found == table().strip(), "run python -m service.settings_table"
+    assert found == table().strip(), "run python -m service.terminal.settings_table"
 
 
 def test_every_setting_is_described_once() -> None:

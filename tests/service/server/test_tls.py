@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine.errors import ConfigError
-from service.server.tls import check_tls
+from service.server.sockets import check_tls
 from tests.service.process import serving
 
 

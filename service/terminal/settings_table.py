@@ -1,4 +1,4 @@
-"""The table of all settings, in Markdown: `python -m service.settings_table`.
+"""The table of all settings, in Markdown: `python -m service.terminal.settings_table`.
 
 docker/README.md holds it between two marks; a test holds it against this. What a setting is for
 stands with its option, or here where it has none.
