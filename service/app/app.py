@@ -23,8 +23,7 @@ from service.inference.engines import Engines, OneEngine
 from service.inference.inputs.grammar_check import GrammarCheck
 from service.inference.lifecycle import Lifecycle
 from service.observability import otel
-from service.observability.access_log import AccessLog
-from service.observability.line_writer import LineWriter
+from service.observability.access_log import AccessLog, LineWriter
 from service.observability.traces import TraceRequests
 from service.routes import (
     admin,

@@ -13,9 +13,9 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from engine.structured_output.sandbox import LENGTH_BYTES, frame
 from engine.subprocesses import module_environment
 from service.http.disconnect import unless_client_leaves
 from service.http.scope import ARRIVED, FLIGHT
-from service.inference.inputs.fair_lock import FairLock
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -43,6 +42,48 @@ T = TypeVar("T")
 _Key = tuple[int, Grammar]
 
 
+class FairLock:
+    """A lock that owners take in rotation, however many tasks of one wait. For one event loop."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next owner comes first
+
+    @asynccontextmanager
+    async def hold(self, owner: str) -> AsyncIterator[None]:
+        """Waits for the lock and holds it as long as the context lasts."""
+        await self._take(owner)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _take(self, owner: str) -> None:
+        if not self._taken:
+            self._taken = True
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():  # it has been given the lock already
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            line = self._waiting.pop(owner)
+            granted = line.popleft()
+            if line:
+                self._waiting[owner] = line
+            if not granted.done():  # else it has left
+                granted.set_result(None)
+                return
+        self._taken = False
+
+
 class GrammarCheck:
     """`seconds` of processor time are allowed for one grammar; `observe` is told how long each one
     took that was not known."""
@@ -52,7 +93,7 @@ class GrammarCheck:
         self._observe = observe
         self._process: Process | None = None
         self._serves: ModelInfo | None = None  # the process, for this model
-        self._turns = FairLock()
+        self._lock = FairLock()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
         self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
         # The models are kept with the verdicts so that their ids are not given to others.
@@ -93,7 +134,7 @@ class GrammarCheck:
 
     async def _find_out(self, key: _Key, info: ModelInfo, owner: str) -> str | None:
         try:
-            async with self._turns.turn(owner):
+            async with self._lock.hold(owner):
                 if not self._waiting[key]:
                     raise EngineError("nobody waits for this grammar any more")
                 began = time.perf_counter()

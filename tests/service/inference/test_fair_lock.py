@@ -1,10 +1,10 @@
-"""Turns: one at a time, owners go round, and whoever leaves holds nobody up."""
+"""FairLock: one holder at a time, owners in rotation, and a waiter that leaves delays nobody."""
 
 from __future__ import annotations
 
 import asyncio
 
-from service.inference.inputs.fair_lock import FairLock
+from service.inference.inputs.grammar_check import FairLock
 
 
 async def settle() -> None:
@@ -12,16 +12,16 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Desk:
-    """Notes who has turns, each of which lasts until `end`."""
+class Visits:
+    """Notes who holds the lock, until `end`."""
 
     def __init__(self) -> None:
-        self.turns = FairLock()
+        self.lock = FairLock()
         self.came: list[str] = []
         self._over = asyncio.Event()
 
     async def visit(self, owner: str) -> None:
-        async with self.turns.turn(owner):
+        async with self.lock.hold(owner):
             self.came.append(owner)
             self._over.clear()
             await self._over.wait()
@@ -32,18 +32,18 @@ class Desk:
 
 
 async def test_owners_go_round() -> None:
-    desk = Desk()
-    visits = [asyncio.create_task(desk.visit(owner)) for owner in "aaaabcb"]
+    seen = Visits()
+    visits = [asyncio.create_task(seen.visit(owner)) for owner in "aaaabcb"]
     await settle()
-    assert desk.came == ["a"]
+    assert seen.came == ["a"]
     while not all(visit.done() for visit in visits):
-        await desk.end()
-    assert "".join(desk.came) == "aabcaba"
+        await seen.end()
+    assert "".join(seen.came) == "aabcaba"
 
 
 async def test_whoever_leaves_holds_nobody_up() -> None:
-    desk = Desk()
-    first, second, third, last = [asyncio.create_task(desk.visit(owner)) for owner in "abcd"]
+    seen = Visits()
+    first, second, third, last = [asyncio.create_task(seen.visit(owner)) for owner in "abcd"]
     await settle()
     second.cancel()  # while it waits
     await settle()
@@ -51,11 +51,11 @@ async def test_whoever_leaves_holds_nobody_up() -> None:
     await asyncio.sleep(0)
     third.cancel()  # perhaps just when that comes
     await settle()
-    assert desk.came[-1] == "d"
-    await desk.end()
+    assert seen.came[-1] == "d"
+    await seen.end()
     assert last.done()
-    again = asyncio.create_task(desk.visit("a"))
+    again = asyncio.create_task(seen.visit("a"))
     await settle()
-    assert desk.came[-1] == "a" and len(desk.came) <= 4
-    await desk.end()
+    assert seen.came[-1] == "a" and len(seen.came) <= 4
+    await seen.end()
     await again

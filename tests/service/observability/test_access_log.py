@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.observability import line_writer
-from service.observability.access_log import AccessLog, Exchange
-from service.observability.line_writer import LineWriter
+from service.observability import access_log
+from service.observability.access_log import AccessLog, Exchange, LineWriter
 from tests.service.app.test_access import ALICE, KEYS, bearer
 from tests.service.harness import Service, fake_runner, running, until
 from tests.service.process import Process, serving
@@ -216,7 +215,7 @@ def test_lines_that_cannot_be_written_are_counted_and_hold_nothing_up(
             raise OSError(28, "No space left on device")
         return write(descriptor, data[:5])  # and no more at once
 
-    monkeypatch.setattr(line_writer.os, "write", failing)
+    monkeypatch.setattr(access_log.os, "write", failing)
     path = tmp_path / "log"
     with path.open("wb") as file:
         lines = LineWriter(file.fileno())
@@ -244,7 +243,7 @@ def test_lines_that_cannot_be_written_are_counted_and_hold_nothing_up(
 def test_a_log_that_nobody_reads_holds_nothing_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(line_writer, "MOST_WAITING", 100)
+    monkeypatch.setattr(access_log, "MOST_WAITING", 100)
     reading, writing = os.pipe()
     lines = LineWriter(writing)
     for number in range(2000):  # far more than the pipe holds

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from engine.protocol.events import Finished, ModelInfo, Stats, StepEvents
-from service.observability.line_writer import LineWriter
+from service.observability.access_log import LineWriter
 from service.observability.merge import fold
 from service.observability.metrics import Metrics
 from service.settings import Settings
