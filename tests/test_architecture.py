@@ -73,7 +73,7 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 def test_the_host_of_several_processes_imports_no_http() -> None:
     """It passes no request on, and stays small."""
     code = (
-        "import sys, service.server.server, service.server.host; "
+        "import sys, service.server.server, service.server.api_processes; "
         "print({'uvicorn', 'fastapi', 'starlette', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -1,29 +1,107 @@
-"""One of several API processes: `python -m service.server.api_processes`, which
-`service.server.host` starts.
-
-Settings come on standard input, orders over a pipe; signals are left to the host.
+"""Several API processes of one server: their parent (`Host`), and each of them (`main`), which the
+parent starts as `python -m service.server.api_processes`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineDead, EngineError
+from engine.supervisor.api_process_pool import ApiProcessPool, Command
+from engine.supervisor.supervisor import Supervisor
 from engine.supervisor.supervisor_client import remote_member
-from service.server.api_server import run_application
+from service.server.end_signals import EndSignals
 from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MODULE = "service.server.api_processes"
+# Beyond `drain_timeout`, for what an API process does after its drain; seconds.
+LAST_WORDS = 15
+
+
+class Host:
+    """The parent of a server's API processes, which keeps them and the engines running.
+
+    Requests and tokens do not pass through it, and it imports nothing of HTTP. `run` is its life.
+    Signals mean what they mean in a server of one process (`service.server.end_signals`).
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, settings: Settings, listeners: Sequence[socket.socket]
+    ) -> None:
+        """Prepares one API process for each listening socket."""
+        self._settings = settings
+        self._supervisor = supervisor
+        self._listeners = listeners
+        given = settings.to_json()
+        commands = [
+            Command(
+                MODULE,
+                ("--number", str(number), "--listen", str(listener.fileno())),
+                given,
+                (listener.fileno(),),
+            )
+            for number, listener in enumerate(listeners, start=1)
+        ]
+        self._processes = ApiProcessPool(self._supervisor, commands, settings.hang_timeout)
+        self._signals = EndSignals()
+        self._ending = asyncio.Event()
+
+    async def run(self) -> EngineError | None:
+        """Returns when all has ended; where that was for want of an engine, why."""
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sig, self._on_signal, sig)
+        ruling = asyncio.create_task(self._supervisor.run())
+        keeping = asyncio.create_task(self._processes.keep())
+        ending = asyncio.create_task(self._ending.wait())
+        await asyncio.wait({ruling, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
+        failure: EngineError | None = None
+        if keeping.done():
+            failure = EngineDead("an API process cannot be kept running")
+        self._supervisor.hold()
+        for listener in self._listeners:  # who has drained leaves new connections to the others
+            listener.close()
+        await self._processes.finish(self._settings.drain_timeout + LAST_WORDS)
+        if ruling.done():
+            failure = failure or ruling.result()
+        for task in (ruling, keeping, ending):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._supervisor.close()
+        if failure is not None:
+            logger.error("error: %s", failure.message)
+        return failure
+
+    def _on_signal(self, sig: int) -> None:
+        if self._signals.hurries(sig):
+            self._processes.cut()
+        elif not self._ending.is_set():
+            logger.info("shutting down: finishing what is in flight")
+            self._ending.set()
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the process; `arguments` are the command line's."""
-    parser = argparse.ArgumentParser(prog="service.server.api_processes", description=__doc__)
+    """Runs one API process until its parent ends it; returns the exit code.
+
+    `arguments` are the command line's. Settings come on standard input, orders over the pipe;
+    signals are left to the parent.
+    """
+    from service.server.api_server import run_application  # HTTP, which the parent does without
+
+    parser = argparse.ArgumentParser(prog=MODULE, description="One API process.")
     parser.add_argument("--number", type=int, required=True, help="in log lines")
     parser.add_argument("--listen", type=int, required=True, help="descriptor of the socket")
-    parser.add_argument("--pipe", type=int, required=True, help="descriptor of the host's pipe")
+    parser.add_argument("--pipe", type=int, required=True, help="descriptor of the parent's pipe")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -37,8 +115,8 @@ def main(arguments: list[str]) -> int:
     engines = remote_member(options.pipe)
     try:
         failure = run_application(engines, settings, listener, signals=False)
-    except ConfigError as error:  # in a file that has changed since the host read it
-        logging.getLogger(__name__).error("error: %s", error.message)
+    except ConfigError as error:  # in a file that has changed since the parent read it
+        logger.error("error: %s", error.message)
         return 2
     return 1 if failure else 0
 

@@ -3,7 +3,7 @@
 SIGTERM and SIGINT drain; a second signal does not wait (`service.server.end_signals`).
 
 One API process is the server's only one beside the engine's; several have a host
-(`service.server.host`), which imports nothing of HTTP.
+(`service.server.api_processes`), which imports nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.sock
 
         failure = run_application(LocalSupervisorClient(supervisor), settings, listeners[0])
     else:
-        from service.server.host import Host
+        from service.server.api_processes import Host
 
         failure = asyncio.run(Host(supervisor, settings, listeners).run())
     return exit_code(failure)
