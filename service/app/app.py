@@ -17,8 +17,9 @@ from service.app.cors import NamedOrigins
 from service.app.middleware import RequestAccounting
 from service.app.openapi import describe_access
 from service.app.router import FastRouter
-from service.http import errors, refusals
+from service.http import errors
 from service.http.body import BodyLimit
+from service.http.uvicorn_protocol import send_refusal
 from service.inference.engines import Engines, OneEngine
 from service.inference.inputs.grammar_check import GrammarCheck
 from service.inference.lifecycle import Lifecycle
@@ -137,7 +138,7 @@ def create_app(
     account = partial(
         RequestAccounting, metrics=lifecycle.metrics, log=log, template_of=app.template_of
     )
-    app.refusals = account(refusals.tell)
+    app.refusals = account(send_refusal)
     app.add_middleware(account)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)

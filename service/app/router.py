@@ -18,9 +18,9 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from engine.errors import EngineError
 from service.http.connection import FIRST, connect
 from service.http.errors import ApiError, forget, from_engine, respond
-from service.http.refusals import tell
 from service.http.scope import CONNECTION, FLIGHT, RUNTIME
 from service.http.slashes import SlashRoute, plain
+from service.http.uvicorn_protocol import send_refusal
 from service.routes.base import JsonRoute
 from service.settings import TRUSTED_PROXIES
 
@@ -38,7 +38,7 @@ class FastRouter(FastAPI):
         self._routes: dict[str, JsonRoute] = {}  # by path
         self._short: ASGIApp | None = None
         self._paths: set[str] = set()  # of all routes that have no parameters
-        self.refusals: ASGIApp = tell  # as service.http.refusals asks for it
+        self.refusals: ASGIApp = send_refusal  # as HttpProtocol asks for it
         self._templates: list[APIRoute] = []  # the others
 
     def include_router(self, router: APIRouter, **options: Any) -> None:

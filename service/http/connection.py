@@ -2,8 +2,9 @@
 
 ASGI's `receive` and `send` are coroutines: to hear of a client that leaves takes a task for each
 request, and whoever writes a chunk is a task, which the event loop has to wake for it. uvicorn's
-protocol, which is ours in part, knows of both without. Under another server, or where h11 stands
-in for httptools, requests have no Connection and ASGI has to do.
+protocol, which is ours in part (`service.http.uvicorn_protocol`, which also lists what is used of
+uvicorn's inside), knows of both without. Under another server, or where h11 stands in for
+httptools, requests have no Connection and ASGI has to do.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from service.http.scope import CONNECTION, PROTOCOL
+
+if TYPE_CHECKING:
+    from service.http.uvicorn_protocol import HttpProtocol
 
 try:
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -88,26 +91,6 @@ class Writer:
         self._connection.end()
 
 
-class WatchedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's HTTP protocol, which tells a request's scope of itself and somebody of its end."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.on_lost: Callable[[], None] | None = None  # of the request that is being answered
-        self.lost = False
-
-    def on_headers_complete(self) -> None:
-        """httptools has read a head."""
-        self.scope[PROTOCOL] = self
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.lost = True
-        if self.on_lost is not None:
-            self.on_lost()
-
-
 class Connection:
     """A request's part in the connection that it came by."""
 
@@ -115,7 +98,7 @@ class Connection:
 
     knows_chunks = True  # the client does: a body without a length can be sent in them
 
-    def __init__(self, protocol: WatchedProtocol, cycle: Any, send: Send) -> None:
+    def __init__(self, protocol: HttpProtocol, cycle: Any, send: Send) -> None:
         self._protocol = protocol
         self._cycle = cycle
         self._send = send

@@ -13,9 +13,8 @@ LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key m
 RUNTIME = "minserve.runtime"  # service.inference.runtime.Runtime that the request began with
 FLIGHT = "minserve.flight"  # the InferenceRequest of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
-PROTOCOL = (
-    "minserve.protocol"  # service.http.connection.WatchedProtocol, until the request is taken on
-)
+# service.http.uvicorn_protocol.HttpProtocol, until the request is taken on
+PROTOCOL = "minserve.protocol"
 CONNECTION = (
     "minserve.connection"  # service.http.connection.Connection, where the server is our own
 )

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from engine import gc_tuning
 from engine.errors import EngineError
 from service.app.app import create_app
-from service.http.stalled import MeteredProtocol, cut_stalled
+from service.http.uvicorn_protocol import HttpProtocol, cut_stalled
 from service.inference.engines import Engines
 from service.inference.lifecycle import Lifecycle
 from service.server.end_signals import EndSignals
@@ -115,7 +115,7 @@ def run_application(
 def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=MeteredProtocol,
+        http=HttpProtocol,
         log_config=None,
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.log_level == "debug",

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from service.http.stalled import MeteredProtocol
+from service.http.uvicorn_protocol import HttpProtocol
 from tests.engine.fake import FakeRunner
 from tests.service.harness import Service, running
 
@@ -65,7 +65,7 @@ def _config(app: FastAPI, keep_alive: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         port=0,
-        http=MeteredProtocol,
+        http=HttpProtocol,
         lifespan="off",
         log_config=None,
         access_log=False,  # as the server has it: with one, answers go another way

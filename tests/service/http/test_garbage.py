@@ -16,7 +16,7 @@ import pytest
 
 from engine.client.request_stream import RequestStream
 from service.http.errors import ApiError
-from service.http.stalled import cut_stalled
+from service.http.uvicorn_protocol import cut_stalled
 from service.inference import lifecycle
 from service.inference.inference_request import InferenceRequest
 from tests.service.harness import fake_runner, save_byte_tokenizer

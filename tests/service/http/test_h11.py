@@ -14,7 +14,7 @@ from pathlib import Path
 sys.modules["httptools"] = None
 import httpx
 
-from service.http.connection import AutoHTTPProtocol
+from service.http.uvicorn_protocol import AutoHTTPProtocol
 from tests.service.harness import fake_runner, parse_events, save_byte_tokenizer
 from tests.service.live import address, listening, wait_for
 

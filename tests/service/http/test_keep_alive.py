@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.http import stalled
+from service.http import uvicorn_protocol
 from service.settings import Settings
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import address, listening
@@ -68,7 +68,7 @@ def test_they_hold_no_drain_up(api_workers: int) -> None:
 
 def test_they_give_way_where_files_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that has been idle for the longest; those that are at work never do."""
-    monkeypatch.setattr(stalled, "most_connections", lambda: 3)
+    monkeypatch.setattr(uvicorn_protocol, "most_connections", lambda: 3)
     runner = fake_runner(save_byte_tokenizer(tmp_path))
     with (
         listening(runner, keep_alive=3600) as (url, _),
