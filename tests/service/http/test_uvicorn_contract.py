@@ -1,4 +1,4 @@
-"""Each symbol of uvicorn's inside that HttpProtocol, Connection and Server use is there and does what
+"""Each symbol of uvicorn's inside that HttpProtocol, Connection and Server use is there and does as
 they rely on; an upgrade of uvicorn that drops or changes one fails here with the symbol's name."""
 
 from __future__ import annotations
