@@ -14,9 +14,9 @@ import resource
 import time
 from pathlib import Path
 
-from loadtest.http.connection import Server
 from loadtest.report import percentile, print_environment, save_json
 from loadtest.subject import Subject
+from service.terminal.bench.connection import Server
 
 BAR = 0.1  # seconds, the slowest /health
 SPARE = 500  # files beside the connections

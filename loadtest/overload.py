@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtest.http.command import measure
-from loadtest.http.options import parser
 from loadtest.report import print_environment, print_table, save_json
 from loadtest.subject import Subject
+from service.terminal.bench.command import measure
+from service.terminal.bench.options import parser
 
 REFUSAL_BAR = 50.0  # ms at p99
 PEAK_BAR = 0.95  # of the peak's tokens/s

@@ -29,14 +29,14 @@ import torch
 from engine.config import EngineConfig
 from engine.runner.model_runner import ModelRunner
 from loadtest.grammars import make_tokenizer
-from loadtest.http.command import measure
-from loadtest.http.options import LENGTHS, parser
 from loadtest.lm_driving import GREEDY, engine_seconds, load
 from loadtest.lm_measure import typical
 from loadtest.lm_models import SIZES, subject
 from loadtest.peers.torch_lm import Decoder
 from loadtest.report import print_environment, print_table, save_json
 from loadtest.subject import Subject
+from service.terminal.bench.command import measure
+from service.terminal.bench.options import LENGTHS, parser
 
 SHARE_BAR = 0.85  # of the engine's own tokens/s, plain answers of batches
 # llama-server on a Llama of the 113 M model's size, 32 streams of 64 in and 128 out on 4 cores of a

@@ -304,7 +304,7 @@ def convert(
 )
 def bench(context: typer.Context) -> None:
     """Puts a running server under load; `minserve bench --help` lists the options."""
-    from loadtest.http import main as run
+    from service.terminal.bench.command import main as run
 
     raise typer.Exit(run(context.args))
 

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from loadtest.chaos.judge import Ending, Verdict
-from loadtest.http.connection import BadAnswer, Connection, Server
+from service.terminal.bench.connection import BadAnswer, Connection, Server
 
 PATIENCE = 60.0  # seconds until a request counts as hung
 PAUSE = 0.05  # of a user whom nobody serves

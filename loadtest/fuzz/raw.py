@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from loadtest.fuzz.mutations import Mutator
-from loadtest.http.connection import BadAnswer, Connection, Server
+from service.terminal.bench.connection import BadAnswer, Connection, Server
 
 # What is asked whole is answered long before; a request that announces more than it sends is not.
 PATIENCE = 2.0  # seconds

@@ -8,7 +8,7 @@ import string
 import time
 from typing import Any, NamedTuple
 
-from loadtest.http.connection import Connection, Server
+from service.terminal.bench.connection import Connection, Server
 
 
 class Answer(NamedTuple):

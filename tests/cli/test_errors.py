@@ -86,7 +86,7 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
 
 def test_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("loadtest.http.main", lambda argv: seen.append(argv) or 3)
+    monkeypatch.setattr("service.terminal.bench.command.main", lambda argv: seen.append(argv) or 3)
     assert cli.main(["bench", "--url", "http://x", "--help"]) == 3
     assert seen == [["--url", "http://x", "--help"]]
 

@@ -9,15 +9,15 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.http.answers import Record, StreamedAnswer, WholeAnswer, unpack
-from loadtest.http.arrivals import schedule
-from loadtest.http.client import Report, Share
-from loadtest.http.connection import BadAnswer, Connection, Server
-from loadtest.http.lengths import parse_lengths
-from loadtest.http.processes import shares
-from loadtest.http.questions import Asked, Questions
-from loadtest.http.summary import parse_slo, summarize
-from loadtest.http.sweep import Probe, highest_rate
+from service.terminal.bench.answers import Record, StreamedAnswer, WholeAnswer, unpack
+from service.terminal.bench.arrivals import schedule
+from service.terminal.bench.client import Report, Share
+from service.terminal.bench.connection import BadAnswer, Connection, Server
+from service.terminal.bench.lengths import parse_lengths
+from service.terminal.bench.processes import shares
+from service.terminal.bench.questions import Asked, Questions
+from service.terminal.bench.summary import parse_slo, summarize
+from service.terminal.bench.sweep import Probe, highest_rate
 
 ASKED = Asked(parse_lengths("8"), parse_lengths("4"))
 

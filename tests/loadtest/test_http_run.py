@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from loadtest.http import client, main
-from loadtest.http.client import Report
+from service.terminal.bench import client
+from service.terminal.bench.client import Report
+from service.terminal.bench.command import main
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 
@@ -132,8 +133,8 @@ def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(
 ) -> None:
     options = (*COMMON, "--sweep", "50:100")
     # Whether this machine leaves the client enough time is not what is tested.
-    monkeypatch.setattr("loadtest.http.summary.LATE_SECONDS", math.inf)
-    monkeypatch.setattr("loadtest.http.summary.BUSY", math.inf)
+    monkeypatch.setattr("service.terminal.bench.summary.LATE_SECONDS", math.inf)
+    monkeypatch.setattr("service.terminal.bench.summary.BUSY", math.inf)
     found = _run(tmp_path, url, *options, "--slo", "e2e=60s")
     assert (found["highest_rate"], found["at_least"]) == (100, True)
     assert "at least 100.00 requests/s" in capsys.readouterr().out
@@ -144,7 +145,7 @@ def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(
 def test_a_sweep_takes_no_rate_that_the_client_limited(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("loadtest.http.summary.BUSY", -1.0)
+    monkeypatch.setattr("service.terminal.bench.summary.BUSY", -1.0)
     options = (*COMMON, "--sweep", "50:100", "--slo", "e2e=60s")
     found = _run(tmp_path, url, *options, code=1)
     assert found["highest_rate"] is None

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from loadtest.http.answers import Record, StreamedAnswer, WholeAnswer
-from loadtest.http.connection import BadAnswer, Connection, Server
-from loadtest.http.questions import PATHS, Asked, Questions
+from service.terminal.bench.answers import Record, StreamedAnswer, WholeAnswer
+from service.terminal.bench.connection import BadAnswer, Connection, Server
+from service.terminal.bench.questions import PATHS, Asked, Questions
 
 try:
     from uvloop import new_event_loop

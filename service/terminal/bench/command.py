@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loadtest.http.answers import Record
-from loadtest.http.options import parser, share_of
-from loadtest.http.output import print_comparison, print_summary
-from loadtest.http.page import save_page
-from loadtest.http.processes import run
-from loadtest.http.summary import parse_slo, summarize
-from loadtest.http.sweep import Probe, highest_rate
-from loadtest.report import print_environment, print_table, save_json
+from service.terminal.bench.answers import Record
+from service.terminal.bench.options import parser, share_of
+from service.terminal.bench.output import print_comparison, print_summary
+from service.terminal.bench.page import save_page
+from service.terminal.bench.processes import run
+from service.terminal.bench.report import print_environment, print_table, save_json
+from service.terminal.bench.summary import parse_slo, summarize
+from service.terminal.bench.sweep import Probe, highest_rate
 
 # What a report need not tell of its command line.
 SILENT = {"api_key", "json", "html", "compare"}

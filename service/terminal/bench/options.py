@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loadtest.http.arrivals import schedule
-from loadtest.http.client import Share
-from loadtest.http.lengths import parse_lengths
-from loadtest.http.questions import PATHS, Asked
-from loadtest.http.summary import Slo, parse_slo
+from service.terminal.bench.arrivals import schedule
+from service.terminal.bench.client import Share
+from service.terminal.bench.lengths import parse_lengths
+from service.terminal.bench.questions import PATHS, Asked
+from service.terminal.bench.summary import Slo, parse_slo
 
 LENGTHS = "64, uniform:16:512 or lognormal:MEDIAN:SIGMA:MOST"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtest.http.summary import BUSY, SERIES
-from loadtest.report import print_table
+from service.terminal.bench.report import print_table
+from service.terminal.bench.summary import BUSY, SERIES
 
 TITLES = SERIES | {"refusal": "until a refusal (429, 503)"}
 RATES = {

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtest.http.answers import Record
-from loadtest.http.output import RATES, TITLES
-from loadtest.http.summary import series
+from service.terminal.bench.answers import Record
+from service.terminal.bench.output import RATES, TITLES
+from service.terminal.bench.summary import series
 
 MOST_POINTS = 4000  # of one curve or cloud
 STYLE = (

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from loadtest.http.client import Report, Share, drive
+from service.terminal.bench.client import Report, Share, drive
 
 HEAD_START = 0.05  # seconds from the last process's readiness until the run begins
 

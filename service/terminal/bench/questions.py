@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from loadtest.http.lengths import Lengths
-from loadtest.prompts import Text
+from service.terminal.bench.lengths import Lengths
+from service.terminal.bench.prompts import Text
 
 Endpoint = Literal["generate", "score", "completions"]
 PATHS: dict[Endpoint, str] = {
