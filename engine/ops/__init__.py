@@ -33,7 +33,6 @@ __all__ = [
     "copy_words_",
     "cpu_isa",
     "cuda_archs",
-    "sample_",
     "has_cuda_kernels",
     "linear_scan",
     "mingru_scan",
@@ -44,5 +43,6 @@ __all__ = [
     "minlstm_step",
     "read_reports",
     "report_logprobs_",
+    "sample_",
     "target_logprobs",
 ]
