@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.backends.selector import ModelBackend
-from engine.models.minrnn.cell import ModelState
+from engine.models.state import ModelState
 from engine.ops.upload import UploadRing
 from engine.runner.sampling.batch_params import BatchSamplingParams
 from engine.runner.sampling.logits_processors import LogitsProcessors

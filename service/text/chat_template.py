@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from engine.errors import InvalidRequest
-from engine.protocol.messages import ModelInfo
+from engine.protocol.events import ModelInfo
 from service.text.client_text import ClientText, Knife, escaped, texts_in, unused_marks
 from service.text.content_format import ContentFormat, content_format
 from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
