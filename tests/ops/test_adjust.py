@@ -1,4 +1,4 @@
-"""apply_logits_processors_: each row by its slot's record, against float64; counts, bans, what is not finite."""
+"""apply_logits_processors_: each row by its slot's record, against float64; what is not finite."""
 
 from __future__ import annotations
 
