@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from service import cli
+from tests.once import made_once
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "To be, or not to be: that is the question.\n" * 60
@@ -77,13 +78,15 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder that `minserve train` wrote, in a process of its own."""
-    folder = tmp_path_factory.mktemp("trained") / "tiny"
-    done = subprocess.run(
-        command("train", "--data", text_file, "--out", folder, *TINY),
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return folder
+
+    def make(folder: Path) -> None:
+        done = subprocess.run(
+            command("train", "--data", text_file, "--out", folder / "tiny", *TINY),
+            capture_output=True,
+            text=True,
+            env=environment(),
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+
+    return made_once(tmp_path_factory, "trained", make) / "tiny"

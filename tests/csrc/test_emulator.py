@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from . import build
+from tests.csrc import build
+from tests.once import made_once
 
 RAGGED = "--lengths 1,300,0,128,129,64,700 --slots 3,0,5,-1,1,7,2 --tail 5"
 # More sequences than streams of tiles (tiles.cuh), some without rows.
@@ -216,12 +217,10 @@ DEFECTS = {
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that holds the programs."""
-    out = tmp_path_factory.mktemp("emulator")
-    build.build(out)
-    return out
+    return made_once(tmp_path_factory, "emulator", build.build)
 
 
 def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:

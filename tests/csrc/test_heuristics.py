@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.csrc.build import CSRC, HERE, compiler
+from tests.once import made_once
 from tests.ops import every_kernel, fixed_order, wide_forms
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_with = compiler()
     if build_with is None:
         pytest.skip("no C++ compiler")
-    program = tmp_path_factory.mktemp("choice") / "choice"
     source = HERE / "heuristics_driver.cpp"
-    subprocess.run(
-        [build_with, "-std=c++17", "-O1", f"-I{CSRC}", str(source), "-o", str(program)], check=True
-    )
-    return program
+
+    def make(folder: Path) -> None:
+        compiled = [build_with, "-std=c++17", "-O1", f"-I{CSRC}", source, "-o", folder / "driver"]
+        subprocess.run(compiled, check=True)
+
+    return made_once(tmp_path_factory, "heuristics", make) / "driver"
 
 
 def _run(driver: Path, shapes: Sequence[int] = ()) -> tuple[int, set[str]]:
