@@ -19,6 +19,7 @@ import math
 import random
 import time
 from array import array
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -470,12 +471,14 @@ def cuda_error_engine(config: EngineConfig) -> Engine:
 
 def folder_engine(config: EngineConfig) -> Engine:
     """An engine whose model folder tells what befalls it: with a file `broken` it cannot be loaded,
-    with `slow` that takes as many seconds as stand there, and with `fatal` every step ends in a
-    CUDA error. A step takes 2 ms."""
+    with `slow` that takes as many seconds as stand there, less if it is removed meanwhile, and with
+    `fatal` every step ends in a CUDA error. A step takes 2 ms."""
     folder = Path(config.model)
     slow, broken = folder / "slow", folder / "broken"
-    if slow.exists():
-        time.sleep(float(slow.read_text()))
+    with suppress(FileNotFoundError):
+        end = time.monotonic() + float(slow.read_text())
+        while slow.exists() and time.monotonic() < end:
+            time.sleep(0.01)
     if broken.exists() or not folder.is_dir():
         raise CheckpointError(f"{folder.name}: the checkpoint cannot be used")
     runner = _runner(config, step_seconds=0.002, folder=folder)

@@ -73,7 +73,7 @@ def streaming(client: httpx.Client, body: Any = ENDLESS) -> Iterator[Iterator[st
 def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
     with starting(tmp_path) as (process, client), streaming(client) as lines:
         (worker,) = children(process.popen.pid)
-        (tmp_path / "slow").write_text("1.5")
+        (tmp_path / "slow").write_text("60")
         os.kill(worker, signal.SIGKILL)
         *_, last = lines
         error = error_of(last)
@@ -86,6 +86,7 @@ def test_a_killed_engine_is_started_again(tmp_path: Path) -> None:
         refused = client.post("/v1/generate", json=SHORT)
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert refused.json()["error"]["code"] == "engine_loading"
+        (tmp_path / "slow").unlink()
         until(lambda: is_ready(client))
         (result,) = client.post("/v1/generate", json=SHORT).json()["results"]
         assert result["text"] == "bcd"

@@ -198,12 +198,13 @@ def test_a_model_that_cannot_be_loaded_changes_nothing(folders: tuple[Path, Path
 
 def test_one_reload_at_a_time(folders: tuple[Path, Path]) -> None:
     with reloadable(folders[0]) as (process, client):
-        (folders[1] / "slow").write_text("2")
+        (folders[1] / "slow").write_text("60")
         first = later(client, folders[1])
         until(lambda: len(children(process.popen.pid)) == 2)
         second = reload(client)
         assert second.status_code == 409
         assert second.json()["error"]["code"] == "reload_under_way"
+        (folders[1] / "slow").unlink()
         assert first.result().status_code == 200
 
 
@@ -212,12 +213,12 @@ def test_a_reload_goes_on_if_nobody_waits_for_it(folders: tuple[Path, Path], wor
     one, two = folders
     with reloadable(one, api_workers=workers) as (process, client):
         until(lambda: sum(": ready: " in line for line in process.lines) == workers)
-        (two / "slow").write_text("1")
+        (two / "slow").write_text("60")
         with pytest.raises(httpx.ReadTimeout):
             client.post(RELOAD, json={"model": str(two)}, headers={"x-api-key": KEY}, timeout=0.3)
+        (two / "slow").unlink()
         until(lambda: served(client) == "two")
         assert client.post("/v1/generate", json=SHORT).json()["model"] == "two"
-        (two / "slow").unlink()
         until(lambda: reload(client, one).status_code == 200)  # the next one is not in its way
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
@@ -227,13 +228,14 @@ def test_the_old_engine_dies_while_the_new_one_loads(folders: tuple[Path, Path])
     one, two = folders
     with reloadable(one) as (process, client), streaming(client) as lines:
         (old,) = children(process.popen.pid)
-        (two / "slow").write_text("2")
+        (two / "slow").write_text("60")
         waiting = later(client, two)
         until(lambda: len(children(process.popen.pid)) == 2)
         os.kill(old, signal.SIGKILL)
         *_, last = lines
         assert error_of(last)["code"] == "engine_dead"
         assert client.get("/ready").status_code == 503
+        (two / "slow").unlink()
         assert waiting.result().status_code == 200
         assert is_ready(client) and served(client) == "two"
         assert restarts(client) == 0  # what was being loaded has taken its place
@@ -243,11 +245,13 @@ def test_the_old_engine_dies_and_the_new_one_cannot_be_loaded(folders: tuple[Pat
     one, two = folders
     with reloadable(one) as (process, client):
         (old,) = children(process.popen.pid)
-        (two / "slow").write_text("1")
+        (two / "slow").write_text("60")
         (two / "broken").touch()
         waiting = later(client, two)
         until(lambda: len(children(process.popen.pid)) == 2)
         os.kill(old, signal.SIGKILL)
+        until(lambda: not is_ready(client))
+        (two / "slow").unlink()
         assert waiting.result().status_code == 400
         until(lambda: is_ready(client))
         assert served(client) == "one" and restarts(client) == 1
