@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.ops import sampling as draw
+from engine.ops import sampling
 from loadtest.operators.limits import Limits
 from loadtest.operators.rows import Row, reported
 from loadtest.timing import graph_seconds_per_call, rotation, seconds_per_call
@@ -92,7 +92,7 @@ def _fill(
     row.error = _share_wrong(arguments(some[0], *asked))
 
     def call(given: list[Tensor]) -> None:
-        draw.sample_(*given)
+        sampling.sample_(*given)
 
     calls: list[Callable[[], object]] = [partial(call, arguments(x, *asked)) for x in some]
     row.timing = graph_seconds_per_call(calls, device, launches=max(16, len(calls)), repeat=10)
@@ -107,6 +107,6 @@ def _share_wrong(given: list[Tensor]) -> float:
         for at, tensor in enumerate(given)
     ]
     wanted = [part.clone() for part in parts]
-    draw.sample_(*given)
-    draw.reference(*wanted)
+    sampling.sample_(*given)
+    sampling.reference(*wanted)
     return float((parts[TOKENS] != wanted[TOKENS]).double().mean())

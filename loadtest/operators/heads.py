@@ -14,8 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.ops import library
-from engine.ops import sampling as draw
+from engine.ops import library, sampling
 from engine.ops.gemm import ids_of, linear_best
 from loadtest.operators.draws import arguments
 from loadtest.operators.limits import Limits
@@ -60,14 +59,14 @@ def _fill(row: Row, count: int, width: int, limits: Limits) -> None:
 
     def with_logits(weight: Tensor) -> None:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-        draw.sample_(logits, *drawn[1:])
+        sampling.sample_(logits, *drawn[1:])
 
     def with_argmax(weight: Tensor) -> Tensor:
         return torch.mm(x, weight.t(), out_dtype=torch.float32).argmax(1)
 
     def of_bests(weight: Tensor) -> None:
         rest = [*drawn[1 : _OF_LOGITS.start], *drawn[_OF_LOGITS.stop :]]
-        draw.sample_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
+        sampling.sample_best_(linear_best(x, None, 0.0, weight, None, VOCABULARY), *rest)
 
     best = ids_of(linear_best(x, None, 0.0, weights[0], None, VOCABULARY))
     row.error = float((best != with_argmax(weights[0])).double().mean())

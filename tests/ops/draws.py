@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.ops import sampling as draw
+from engine.ops import sampling
 from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling import random_streams as distribution
 from tests.ops import torch_draws
@@ -64,7 +64,7 @@ class Rows:
 
     def draw_best(self, best: Tensor) -> None:
         """Draws from the bests of parts of the rows."""
-        draw.sample_best_(
+        sampling.sample_best_(
             best,
             self.tokens,
             self.slots,
@@ -127,12 +127,12 @@ def sampled(
         octaves = octaves.index_copy(0, filtered, kept)
     octaves = torch_draws.keep_min_p(octaves, rows.min_p.unsqueeze(-1))
     # Rows without top_k first try tokens drawn from all.
-    tried = (width == vocab) & (vocab in draw.TRIED)
+    tried = (width == vocab) & (vocab in sampling.TRIED)
     drawn = torch_draws.draw(octaves, torch_draws.uniform(rows.streams, rows.positions))
     if tried.any():
-        numbers = torch_draws.uniform(rows.streams, rows.positions, draw.TRIES)
+        numbers = torch_draws.uniform(rows.streams, rows.positions, sampling.TRIES)
         drawn = torch.where(tried, torch_draws.draw(octaves, numbers), drawn)
-    for refused in reversed(range(draw.TRIES if tried.any() else 0)):
+    for refused in reversed(range(sampling.TRIES if tried.any() else 0)):
         numbers = torch_draws.uniform(rows.streams, rows.positions, refused)
         token = torch_draws.draw_from_all(logits, best, temperature, numbers)
         kept = octaves.gather(-1, token.unsqueeze(-1)).squeeze(-1) > -torch.inf

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops import sampling as draw
+from engine.ops import sampling
 from engine.protocol.sampling_params import SamplingParams
 from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
 from tests.ops.helpers import DEVICES, int32, same_bits
@@ -133,7 +133,7 @@ def test_reference_agrees(device: str, vocab: int, kind: str) -> None:
     rows = rows_of(params, device)
     wanted = rows.copy()
     rows.draw(logits)
-    draw.reference(logits, *wanted.all())
+    sampling.reference(logits, *wanted.all())
     for given, expected in zip(rows.all(), wanted.all(), strict=True):
         same_bits(given, expected)
 
