@@ -32,7 +32,7 @@ from engine.ops.gemm import (
     linear_step,
 )
 from engine.ops.library import cuda_archs
-from tests.ops.draws import PARAMETERS, rows_of
+from tests.ops.sampling_rows import PARAMETERS, rows_of
 
 LENGTHS = {
     "ragged": [1, 300, 0, 128, 129, 64, 700],
@@ -142,8 +142,8 @@ def drawing(vocab: int, rows: int) -> None:
     """Many rows take smaller blocks and no copy in shared memory."""
     params = (PARAMETERS * rows)[:rows]
     for logits in (random(rows, vocab, dtype=torch.float32), torch.zeros(rows, vocab).cuda()):
-        rows_of(params, "cuda").draw(logits)
-        rows_of(params, "cuda").draw_best(best_of(logits))
+        rows_of(params, "cuda").sample(logits)
+        rows_of(params, "cuda").sample_best(best_of(logits))
         targets = torch.randint(vocab, (rows,), device="cuda")
         ops.target_logprobs(logits, targets)
 

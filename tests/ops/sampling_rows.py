@@ -12,7 +12,7 @@ from engine import ops
 from engine.ops import sampling
 from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling import random_streams as distribution
-from tests.ops import torch_draws
+from tests.ops import torch_sampling
 
 STEPS = 3
 PARAMETERS = [
@@ -57,12 +57,12 @@ class Rows:
     def copy(self) -> Rows:
         return Rows(*(tensor.clone() for tensor in self.all()))
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def sample(self, logits: Tensor) -> Tensor:
         """Draws, and returns what went to the first row of `out`."""
         ops.sample_(logits, *self.all())
         return self.out[0]
 
-    def draw_best(self, best: Tensor) -> None:
+    def sample_best(self, best: Tensor) -> None:
         """Draws from the bests of parts of the rows."""
         sampling.sample_best_(
             best,
@@ -114,27 +114,27 @@ def rows_of(
 def sampled(
     params: Sequence[SamplingParams], positions: Sequence[int], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(tokens int32, finite): what torch_draws draws."""
+    """(tokens int32, finite): what torch_sampling draws."""
     rows, vocab = rows_of(params, str(logits.device), positions), logits.shape[1]
     best, tokens = logits.max(dim=-1)
     temperature = rows.temperature.clamp(min=1e-30).unsqueeze(-1)
-    octaves = torch_draws.octaves(logits, best, temperature)
+    octaves = torch_sampling.octaves(logits, best, temperature)
     width = torch.where(rows.top_k > 0, rows.top_k, vocab).clamp(max=vocab)
     filtered = ((width < vocab) | (rows.top_p < 1)).nonzero().squeeze(-1)
     if len(filtered):
         top_k, top_p = width[filtered].unsqueeze(-1), rows.top_p[filtered].unsqueeze(-1)
-        kept = torch_draws.keep_top(octaves[filtered], top_k, top_p, int(top_k.max()))
+        kept = torch_sampling.keep_top(octaves[filtered], top_k, top_p, int(top_k.max()))
         octaves = octaves.index_copy(0, filtered, kept)
-    octaves = torch_draws.keep_min_p(octaves, rows.min_p.unsqueeze(-1))
+    octaves = torch_sampling.keep_min_p(octaves, rows.min_p.unsqueeze(-1))
     # Rows without top_k first try tokens drawn from all.
     tried = (width == vocab) & (vocab in sampling.TRIED)
-    drawn = torch_draws.draw(octaves, torch_draws.uniform(rows.streams, rows.positions))
+    drawn = torch_sampling.sample(octaves, torch_sampling.uniform(rows.streams, rows.positions))
     if tried.any():
-        numbers = torch_draws.uniform(rows.streams, rows.positions, sampling.TRIES)
-        drawn = torch.where(tried, torch_draws.draw(octaves, numbers), drawn)
+        numbers = torch_sampling.uniform(rows.streams, rows.positions, sampling.TRIES)
+        drawn = torch.where(tried, torch_sampling.sample(octaves, numbers), drawn)
     for refused in reversed(range(sampling.TRIES if tried.any() else 0)):
-        numbers = torch_draws.uniform(rows.streams, rows.positions, refused)
-        token = torch_draws.draw_from_all(logits, best, temperature, numbers)
+        numbers = torch_sampling.uniform(rows.streams, rows.positions, refused)
+        token = torch_sampling.sample_unfiltered(logits, best, temperature, numbers)
         kept = octaves.gather(-1, token.unsqueeze(-1)).squeeze(-1) > -torch.inf
         drawn = torch.where(tried & kept, token, drawn)
     return torch.where(rows.temperature > 0, drawn, tokens).int(), best.isfinite()

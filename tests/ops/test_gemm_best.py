@@ -19,9 +19,9 @@ from engine.ops.gemm import (
     linear_map_reference,
 )
 from engine.protocol.sampling_params import SamplingParams
-from tests.ops.draws import Rows, rows_of
 from tests.ops.helpers import exact
-from tests.ops.test_linear_maps import close, on_gpu
+from tests.ops.sampling_rows import Rows, rows_of
+from tests.ops.test_gemm import close, on_gpu
 
 # rows, inputs, rows of weight, vocabulary: one tile and several, of either; no whole tile of rows,
 # of inputs or of weights; padding that begins within a tile; more tiles than multiprocessors.
@@ -73,7 +73,7 @@ def test_they_say_where_they_run() -> None:
     with pytest.raises(NotImplementedError, match="linear_best"):
         linear_best(x, None, 0.0, x, None, 2)
     with pytest.raises(NotImplementedError, match="draw_best_"):
-        rows_of([GREEDY] * 2).draw_best(torch.zeros(2, 1, dtype=torch.int64))
+        rows_of([GREEDY] * 2).sample_best(torch.zeros(2, 1, dtype=torch.int64))
 
 
 def given(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,19 +142,19 @@ def test_logits_that_are_not_finite() -> None:
     assert (logits[[0, 2, 3], 1] == math.inf).all()
     assert ids_of(best)[[0, 2, 3]].tolist() == [300] * 3
     rows = rows_of([GREEDY] * 4, "cuda")
-    rows.draw_best(best)
+    rows.sample_best(best)
     assert rows.out[0].tolist() == [-1] * 4
 
     bias[300] = bias[:256].clamp(min=-100).amin()
     best = linear_best(x, None, 0.0, weight, bias, 768)
     rows = rows_of([GREEDY] * 4, "cuda")
-    rows.draw_best(best)
+    rows.sample_best(best)
     assert rows.out[0, 1] == -1
     assert (rows.out[0, [0, 2, 3]] >= 0).all()
     assert rows.out[0, [0, 2, 3]].tolist() == ids_of(best)[[0, 2, 3]].tolist()
     bias[:] = -math.inf
     rows = rows_of([GREEDY] * 4, "cuda")
-    rows.draw_best(linear_best(x, None, 0.0, weight, bias, 768))
+    rows.sample_best(linear_best(x, None, 0.0, weight, bias, 768))
     assert rows.out[0].tolist() == [-1] * 4
 
 
@@ -179,8 +179,8 @@ def test_draws_what_draw_does(vocabulary: int, count: int, stop_ids: int) -> Non
         return rows
 
     drawn, wanted = ready(), ready()
-    wanted.draw(logits)
-    drawn.draw_best(best_of(logits))
+    wanted.sample(logits)
+    drawn.sample_best(best_of(logits))
     for one, other in zip(drawn.all(), wanted.all(), strict=True):
         assert torch.equal(one, other)
 
@@ -230,8 +230,8 @@ def test_unfit_arguments_are_refused() -> None:
             linear_best(*wrong)
     rows = rows_of([GREEDY] * 2, "cuda")
     with pytest.raises(RuntimeError, match="tokens"):
-        rows.draw_best(torch.zeros(3, 1, dtype=torch.int64, device="cuda"))
+        rows.sample_best(torch.zeros(3, 1, dtype=torch.int64, device="cuda"))
     with pytest.raises(RuntimeError, match="at least one part"):
-        rows.draw_best(torch.zeros(2, 0, dtype=torch.int64, device="cuda"))
+        rows.sample_best(torch.zeros(2, 0, dtype=torch.int64, device="cuda"))
     with pytest.raises(RuntimeError, match="best"):
-        rows.draw_best(torch.zeros(2, 1, device="cuda"))
+        rows.sample_best(torch.zeros(2, 1, device="cuda"))

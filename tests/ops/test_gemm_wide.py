@@ -17,7 +17,7 @@ from engine.ops.gemm import (
     norm_inputs,
 )
 from tests.ops.helpers import exact
-from tests.ops.test_linear_maps import EPS, close, normed, on_gpu
+from tests.ops.test_gemm import EPS, close, normed, on_gpu
 from tests.ops.wide_forms import SHAPES
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ from torch import Tensor
 from engine import ops
 from engine.protocol.logprobs import words_of_report
 from engine.protocol.sampling_params import SamplingParams
-from tests.ops.draws import STEPS, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
+from tests.ops.sampling_rows import STEPS, rows_of
 from tests.ops.test_target_logprobs import with_ties
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -29,7 +29,7 @@ class Reporting:
         shape = steps, rows, words_of_report(room)
         self.reports = torch.full(shape, UNTOUCHED, dtype=torch.int32, device=device)
 
-    def draw(self, row: int, token: int) -> None:
+    def sample(self, row: int, token: int) -> None:
         """As sample_ writes it down."""
         self.out[int(self.cursor[row]), row] = token
         self.cursor[row] += 1
@@ -48,7 +48,7 @@ def test_each_step_reports_whom_has_drawn_and_asks(device: str, vocab: int) -> N
     wanted = rows.reports.clone()
     for step, (logits, who) in enumerate(zip(steps, drawing, strict=True)):
         for row in who:
-            rows.draw(row, token := (row * 17 + step) % vocab)
+            rows.sample(row, token := (row * 17 + step) % vocab)
             if tops[row] >= 0:
                 target = torch.tensor([token], device=device)
                 one = ops.target_logprobs(logits[row : row + 1], target, tops[row])
@@ -62,7 +62,7 @@ def test_more_than_there_is_room_for_is_cut(device: str) -> None:
     rows = Reporting([20, 2], steps=1, room=3, device=device)
     logits = with_ties(2, 66, device)
     for row in range(2):
-        rows.draw(row, 5)
+        rows.sample(row, 5)
     rows.report(logits)
     three = ops.target_logprobs(logits, torch.tensor([5, 5], device=device), 3)
     same_bits(rows.reports[0, 0], three[0])
@@ -75,8 +75,8 @@ def test_a_draw_of_logits_that_are_not_finite_spoils_no_neighbour(device: str) -
     rows = Reporting([2, 2], steps=1, room=2, device=device)
     logits = with_ties(2, 300, device)
     logits[0, 9] = torch.nan
-    rows.draw(0, -1)
-    rows.draw(1, 9)
+    rows.sample(0, -1)
+    rows.sample(1, 9)
     rows.report(logits)
     got = ops.read_reports(rows.reports[0])
     assert got.chosen.isnan().tolist() == [True, False]
@@ -95,7 +95,7 @@ def test_after_real_draws(device: str) -> None:
     for step in range(STEPS):
         logits = torch.zeros(3, 9, device=device)
         logits[:, 3 + step] = 2.0
-        drawn.draw(logits)
+        drawn.sample(logits)
         cursor, out = drawn.cursor, drawn.out
         ops.report_logprobs_(logits, asking.tops, cursor, out, asking.told, asking.reports)
     assert asking.told.tolist() == [3, 2, 2]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.ops import sampling
 from engine.protocol.sampling_params import SamplingParams
-from tests.ops.draws import PARAMETERS, STEPS, rows_of, sampled
 from tests.ops.helpers import DEVICES, int32, same_bits
+from tests.ops.sampling_rows import PARAMETERS, STEPS, rows_of, sampled
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_a_sort(device: str, vocab: int, kind: str) -> None:
     logits = logits_of(kind, len(params), vocab, device)
     wanted, finite = sampled(params, positions, logits)
     assert finite.all()
-    same_bits(rows_of(params, device, positions).draw(logits), wanted)
+    same_bits(rows_of(params, device, positions).sample(logits), wanted)
 
 
 @pytest.mark.parametrize("vocab", [65_537, 200_000, 262_144, 262_145])
@@ -75,7 +75,7 @@ def test_large_vocabularies(device: str, vocab: int) -> None:
     for kind in ("normal", "narrow", "equal"):
         logits = logits_of(kind, len(params), vocab, device)
         wanted, _ = sampled(params, [0] * len(params), logits)
-        same_bits(rows_of(params, device).draw(logits), wanted)
+        same_bits(rows_of(params, device).sample(logits), wanted)
 
 
 @pytest.mark.parametrize("vocab", [66, 5003])
@@ -85,11 +85,11 @@ def test_many_rows(device: str, vocab: int) -> None:
     positions = list(range(200))
     logits = logits_of("normal", 200, vocab, device)
     wanted, _ = sampled(params, positions, logits)
-    together = rows_of(params, device, positions).draw(logits)
+    together = rows_of(params, device, positions).sample(logits)
     same_bits(together, wanted)
     for first in range(0, 200, 50):
         part = slice(first, first + 50)
-        few = rows_of(params[part], device, positions[part]).draw(logits[part])
+        few = rows_of(params[part], device, positions[part]).sample(logits[part])
         same_bits(few, together[part])
 
 
@@ -106,7 +106,7 @@ def test_more_rows_than_multiprocessors(device: str, rows: int, vocab: int, kind
     positions = [i % 17 for i in range(rows)]
     logits = logits_of(kind, rows, vocab, device)
     wanted, _ = sampled(params, positions, logits)
-    same_bits(rows_of(params, device, positions).draw(logits), wanted)
+    same_bits(rows_of(params, device, positions).sample(logits), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +120,7 @@ def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
     for rows in (8, 24, 36):  # of which a GPU with 132 multiprocessors has 8, 4 and 2 blocks a row
         for first in range(0, len(params), rows):
             part = slice(first, first + rows)
-            drawn = rows_of(params[part], device, positions[part]).draw(logits[part])
+            drawn = rows_of(params[part], device, positions[part]).sample(logits[part])
             same_bits(drawn, wanted[part])
 
 
@@ -132,7 +132,7 @@ def test_reference_agrees(device: str, vocab: int, kind: str) -> None:
     logits[4] = math.nan
     rows = rows_of(params, device)
     wanted = rows.copy()
-    rows.draw(logits)
+    rows.sample(logits)
     sampling.reference(logits, *wanted.all())
     for given, expected in zip(rows.all(), wanted.all(), strict=True):
         same_bits(given, expected)
@@ -143,7 +143,7 @@ def test_a_nucleus_ends_where_it_reaches_its_share(device: str) -> None:
     rows, vocab = 3000, 1030
     params = [SamplingParams(temperature=1.0, top_p=0.5, seed=1)] * rows
     logits = torch.zeros(1, vocab, device=device).expand(rows, vocab)
-    drawn = rows_of(params, device, range(rows)).draw(logits)
+    drawn = rows_of(params, device, range(rows)).sample(logits)
     assert int(drawn.max()) < vocab // 2
     assert len(drawn.unique()) > vocab // 3
 
@@ -154,7 +154,7 @@ def test_a_row_moves_on(device: str) -> None:
     drawn = []
     for step in range(STEPS):
         wanted, _ = sampled([SAMPLED] * 3, [step] * 3, logits)
-        rows.draw(logits)
+        rows.sample(logits)
         same_bits(rows.tokens, wanted)
         drawn.append(wanted)
     same_bits(rows.out, torch.stack(drawn))
@@ -172,11 +172,11 @@ def test_rows_end(device: str) -> None:
     rows = rows_of([greedy] * 5, device)
     rows.remaining[:] = int32(1, 2, 9, 9, 9)
     rows.stop_ids[:] = int32(-1, -1, -1, -1, 5, -1, 1, 6, 8, 9).view(5, 2)
-    rows.draw(logits)
+    rows.sample(logits)
     assert rows.out.tolist() == [[3, 4, 5, 6, 7], [-9] * 5, [-9] * 5]
     assert rows.slots.tolist() == [-1, 1, -1, -1, 4]
     assert rows.remaining.tolist() == [0, 1, 8, 8, 8]
-    rows.draw(logits)
+    rows.sample(logits)
     assert rows.out.tolist() == [[3, 4, 5, 6, 7], [-9, 4, -9, -9, 7], [-9] * 5]
     assert rows.slots.tolist() == [-1, -1, -1, -1, 4]
     assert rows.cursor.tolist() == rows.positions.tolist() == [1, 2, 1, 1, 2]
@@ -198,7 +198,7 @@ def test_logits_that_are_not_finite_end_the_row(
     else:
         logits[3:, at] = bad
     rows = rows_of(params * 2, device)
-    rows.draw(logits)
+    rows.sample(logits)
     assert rows.out[0].tolist() == [*wanted[:3].tolist(), -1, -1, -1]
     assert rows.slots.tolist() == [0, 1, 2, -1, -1, -1]
     assert rows.cursor.tolist() == [1] * 6
@@ -215,7 +215,7 @@ def test_padding_is_left_as_it_is(device: str) -> None:
     rows.cursor[0] = 1000  # not looked at
     before = rows.copy()
     wanted, _ = sampled([SAMPLED] * 4, [0] * 4, logits)
-    rows.draw(logits)
+    rows.sample(logits)
     assert rows.out[0].tolist() == [-9, int(wanted[1]), -9, int(wanted[3])]
     for given, old in zip(rows.all(), before.all(), strict=True):
         if given is not rows.out:
@@ -227,10 +227,10 @@ def test_padding_is_left_as_it_is(device: str) -> None:
 def test_a_row_does_not_depend_on_the_batch(device: str, vocab: int, kind: str) -> None:
     params = parameters()
     logits = logits_of(kind, len(params), vocab, device)
-    together = rows_of(params, device).draw(logits)
-    alone = [rows_of([one], device).draw(logits[i : i + 1]) for i, one in enumerate(params)]
+    together = rows_of(params, device).sample(logits)
+    alone = [rows_of([one], device).sample(logits[i : i + 1]) for i, one in enumerate(params)]
     same_bits(together, torch.cat(alone))
-    flipped = rows_of(params[::-1], device).draw(logits.flip(0))
+    flipped = rows_of(params[::-1], device).sample(logits.flip(0))
     same_bits(together, flipped.flip(0))
 
 
@@ -265,7 +265,7 @@ def test_draws_follow_the_distribution(device: str, params: SamplingParams, voca
     expected = torch.zeros(vocab, dtype=torch.float64)
     expected[kept] = shares[kept] / shares[kept].sum() * rows
     many = rows_of([params] * rows, device, positions=range(rows))
-    drawn = many.draw(logits.float().to(device).expand(rows, vocab))
+    drawn = many.sample(logits.float().to(device).expand(rows, vocab))
     counts = torch.bincount(drawn.cpu(), minlength=vocab).double()
     assert counts[expected == 0].sum() == 0
     rare = (expected > 0) & (expected < 20)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from engine import ops
 from engine.protocol.sampling_params import SamplingParams
-from tests.ops.draws import PARAMETERS, Rows, rows_of
 from tests.ops.helpers import DEVICES, int32, same_bits
+from tests.ops.sampling_rows import PARAMETERS, Rows, rows_of
 
 ROWS = len(PARAMETERS)
 
@@ -66,17 +66,17 @@ def test_graph_replay_equals_eager(vocab: int) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        rows.copy().draw(logits)
+        rows.copy().sample(logits)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rows.draw(logits)
+        rows.sample(logits)
     same_rows(rows, start)
     wanted = start.copy()
     for seed in range(3):
         logits.copy_(logits_of("cuda", vocab, seed))
         graph.replay()
-        wanted.draw(logits)
+        wanted.sample(logits)
         same_rows(rows, wanted)
         assert rows.cursor.tolist() == [seed + 1] * ROWS
 
@@ -93,14 +93,14 @@ def test_logits_and_parameters_of_any_layout(device: str) -> None:
             spread = torch.stack([values, values], dim=-1)[..., 0]
             setattr(given, name, spread)
         fresh = wanted.copy()
-        fresh.draw(logits)
-        given.draw(view)
+        fresh.sample(logits)
+        given.sample(view)
         same_rows(given, fresh)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_rows(device: str) -> None:
-    rows_of([], device).draw(torch.zeros(0, 66, device=device))
+    rows_of([], device).sample(torch.zeros(0, 66, device=device))
 
 
 def _replaced(rows: Rows, name: str, value: Tensor) -> Rows:
@@ -135,7 +135,7 @@ def test_bad_arguments_are_refused(device: str, name: str, value: Tensor, messag
     rows = _replaced(rows_of(PARAMETERS[:2], device), name, value)
     before = rows.copy()
     with pytest.raises(RuntimeError) as raised:
-        rows.draw(logits_of(device, rows=2))
+        rows.sample(logits_of(device, rows=2))
     assert f"minserve::draw_: {message}" in str(raised.value)
     same_rows(rows, before)
 
@@ -152,7 +152,7 @@ def test_bad_arguments_are_refused(device: str, name: str, value: Tensor, messag
 )
 def test_bad_logits_are_refused(device: str, logits: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError) as raised:
-        rows_of(PARAMETERS[:2], device).draw(logits.to(device))
+        rows_of(PARAMETERS[:2], device).sample(logits.to(device))
     assert f"minserve::draw_: {message}" in str(raised.value)
 
 
@@ -162,7 +162,7 @@ def test_cursor_outside_of_out_is_refused_on_the_cpu(cursor: int) -> None:
     rows.cursor[1] = cursor
     before = rows.copy()
     with pytest.raises(RuntimeError) as raised:
-        rows.draw(logits_of("cpu", rows=2))
+        rows.sample(logits_of("cpu", rows=2))
     assert f"cursor must be a row of out, which has 3, got {cursor} at" in str(raised.value)
     same_rows(rows, before)
 
@@ -173,7 +173,7 @@ def test_cursor_outside_of_out_is_skipped_on_cuda(cursor: int) -> None:
     rows = rows_of(PARAMETERS[:2], "cuda")
     rows.cursor[1] = cursor
     before = rows.copy()
-    rows.draw(logits_of("cuda", rows=2))
+    rows.sample(logits_of("cuda", rows=2))
     assert int(rows.out[0, 0]) >= 0
     for given, old in zip(rows.all(), before.all(), strict=True):
         if given is not rows.out:
@@ -186,7 +186,7 @@ def test_threads_change_nothing(threads: None) -> None:
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         rows = rows_of(PARAMETERS)
-        rows.draw(logits_of("cpu", 3001))
+        rows.sample(logits_of("cpu", 3001))
         results.append(rows)
     same_rows(results[1], results[0])
     same_rows(results[2], results[0])
@@ -195,10 +195,10 @@ def test_threads_change_nothing(threads: None) -> None:
 _WEIGHTS = """
 import torch
 from engine.protocol.sampling_params import SamplingParams
-from tests.ops.draws import rows_of
+from tests.ops.sampling_rows import rows_of
 rows = rows_of([SamplingParams(temperature=0.8, top_p=0.99, seed=9)] * 64, positions=range(64))
 generator = torch.Generator().manual_seed(4)
-print(rows.draw(torch.randn(64, 4099, generator=generator) * 3).tolist())
+print(rows.sample(torch.randn(64, 4099, generator=generator) * 3).tolist())
 """
 
 
@@ -220,5 +220,5 @@ def test_greedy_rows_draw_nothing_at_random() -> None:
         rows_of([SamplingParams(temperature=0, seed=seed)] * 4, positions=[seed] * 4)
         for seed in range(3)
     ]
-    drawn = {tuple(one.draw(logits).tolist()) for one in rows}
+    drawn = {tuple(one.sample(logits).tolist()) for one in rows}
     assert drawn == {tuple(logits.argmax(-1).tolist())}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.runner.sampling.random_streams import stream_ids
 from tests.logits import column, logits_with_ties, order, probabilities
-from tests.ops import torch_draws
+from tests.ops import torch_sampling
 
 pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mark
 def octaves(logits: Tensor) -> Tensor:
     """At temperature 1."""
     ones = torch.ones(len(logits), 1, device=logits.device)
-    return torch_draws.octaves(logits, logits.amax(dim=-1), ones)
+    return torch_sampling.octaves(logits, logits.amax(dim=-1), ones)
 
 
 def kept_ids(logits: Tensor) -> list[set[int]]:
@@ -30,7 +30,7 @@ def test_top_k_keeps_exactly_the_k_best(device: str, vocab: int) -> None:
     logits = logits_with_ties(6, vocab, device)
     top_k = [1, 2, 3, vocab, 5, 40]
     given = octaves(logits)
-    out = torch_draws.keep_top(
+    out = torch_sampling.keep_top(
         given,
         column(top_k, device, torch.int64),
         column([1.0] * 6, device, torch.float64),
@@ -50,7 +50,7 @@ def test_top_p_keeps_the_smallest_nucleus_of_what_top_k_left(device: str) -> Non
     ]
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(len(cases), 100, generator=generator) * 2).to(device)
-    out = torch_draws.keep_top(
+    out = torch_sampling.keep_top(
         octaves(logits),
         column([top_k for top_k, _ in cases], device, torch.int64),
         column([top_p for _, top_p in cases], device, torch.float64),
@@ -69,7 +69,7 @@ def test_top_p_keeps_the_smallest_nucleus_of_what_top_k_left(device: str) -> Non
 def test_octaves_are_the_logarithm_of_how_likely_a_token_is(device: str) -> None:
     temperatures = [1e-30, 0.3, 1.0, 7.5, 1e35]
     logits = torch.tensor([[2.0, -1.5, 2.0, -math.inf, 1.0]] * 5, device=device)
-    out = torch_draws.octaves(logits, logits.amax(dim=-1), column(temperatures, device))
+    out = torch_sampling.octaves(logits, logits.amax(dim=-1), column(temperatures, device))
     for row, temperature in zip(out.tolist(), temperatures, strict=True):
         expected = [0.0, -3.5, 0.0, -math.inf, -1.0]
         assert row == pytest.approx([x / temperature / math.log(2) for x in expected], rel=2e-7)
@@ -79,7 +79,7 @@ def test_min_p_is_relative_to_the_best(device: str) -> None:
     min_p = [0.0, 0.01, 0.2, 0.5, 1.0]
     generator = torch.Generator().manual_seed(4)
     logits = (torch.randn(len(min_p), 80, generator=generator) * 2).to(device)
-    out = torch_draws.keep_min_p(octaves(logits), column(min_p, device))
+    out = torch_sampling.keep_min_p(octaves(logits), column(min_p, device))
     expected = []
     for row, p in zip(logits.tolist(), min_p, strict=True):
         shares = probabilities(row)
@@ -103,7 +103,7 @@ def test_uniform_numbers_are_splitmix64(device: str) -> None:
         stream = mix((mix(seed) + (choice + 1) * golden) % 2**64)
         expected.append((mix((stream + (position + 1) * golden) % 2**64) >> 11) / 2**53)
     seeds, choices, positions = torch.tensor(cases, device=device).T
-    numbers = torch_draws.uniform(stream_ids(seeds, choices), positions)
+    numbers = torch_sampling.uniform(stream_ids(seeds, choices), positions)
     assert numbers.tolist() == expected
 
 
@@ -116,7 +116,7 @@ def test_uniform_numbers_are_uniform_and_uncorrelated(device: str) -> None:
         (zero, counter, zero),
         (zero, zero, counter),
     ):
-        numbers = torch_draws.uniform(stream_ids(seeds, choices), positions).cpu()
+        numbers = torch_sampling.uniform(stream_ids(seeds, choices), positions).cpu()
         assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
         steps = torch.arange(1, n + 1) / n
         distance = float((numbers.sort().values - steps).abs().max())
@@ -138,14 +138,16 @@ def test_draws_invert_the_cumulative_distribution(device: str) -> None:
         1 - 2**-53: 4,
     }
     numbers = torch.tensor(list(edges), dtype=torch.float64, device=device)
-    assert torch_draws.draw(given.expand(len(edges), -1), numbers).tolist() == list(edges.values())
+    assert torch_sampling.sample(given.expand(len(edges), -1), numbers).tolist() == list(
+        edges.values()
+    )
 
 
 def test_the_impossible_is_never_drawn(device: str) -> None:
     """Not at the ends of the uniform numbers' range either."""
     given = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, -math.inf]], device=device)
     numbers = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64, device=device)
-    assert torch_draws.draw(given.expand(2, -1), numbers).tolist() == [1, 3]
+    assert torch_sampling.sample(given.expand(2, -1), numbers).tolist() == [1, 3]
 
 
 def test_draws_follow_the_distribution(device: str) -> None:
@@ -154,8 +156,8 @@ def test_draws_follow_the_distribution(device: str) -> None:
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5))
     counter = torch.arange(n, device=device)
     streams = stream_ids(torch.full_like(counter, 11), torch.zeros_like(counter))
-    numbers = torch_draws.uniform(streams, counter)
-    ids = torch_draws.draw(octaves(logits.to(device).unsqueeze(0)).expand(n, -1), numbers)
+    numbers = torch_sampling.uniform(streams, counter)
+    ids = torch_sampling.sample(octaves(logits.to(device).unsqueeze(0)).expand(n, -1), numbers)
     counts = torch.bincount(ids.cpu(), minlength=vocab).double()
     expected = torch.tensor(probabilities(logits.tolist()), dtype=torch.float64) * n
     assert float(((counts - expected) ** 2 / expected).sum()) < 43.8
@@ -165,17 +167,17 @@ def test_a_row_is_drawn_alike_alone_and_among_others(device: str) -> None:
     generator = torch.Generator().manual_seed(6)
     logits = (torch.randn(64, 5000, generator=generator) * 3).to(device)
     streams = stream_ids(*torch.arange(128, device=device).view(2, 64))
-    numbers = torch_draws.uniform(streams, torch.arange(64, device=device))
+    numbers = torch_sampling.uniform(streams, torch.arange(64, device=device))
 
     def whole(rows: slice) -> Tensor:
         count = len(range(64)[rows])
-        kept = torch_draws.keep_top(
+        kept = torch_sampling.keep_top(
             octaves(logits[rows]),
             column([900] * count, device, torch.int64),
             column([0.97] * count, device, torch.float64),
             900,
         )
-        return torch_draws.draw(kept, numbers[rows])
+        return torch_sampling.sample(kept, numbers[rows])
 
     together = whole(slice(0, 64))
     assert len(set(together.tolist())) > 30

@@ -72,7 +72,7 @@ def uniform(streams: Tensor, positions: Tensor, refused: int = 0) -> Tensor:
     return _shift_right(bits, 11).double() * 2.0**-53
 
 
-def draw_from_all(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
+def sample_unfiltered(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """The token of each row that a number (float64 [rows], in [0, 1)) finds: int64 [rows].
 
     A section of 512 neighbours weighs what its tokens do beside its own best, times what that best
@@ -104,7 +104,7 @@ def draw_from_all(logits: Tensor, best: Tensor, temperature: Tensor, numbers: Te
     return token.squeeze(-1).clamp(max=vocab - 1)
 
 
-def draw(octaves: Tensor, numbers: Tensor) -> Tensor:
+def sample(octaves: Tensor, numbers: Tensor) -> Tensor:
     """The token of each row at which the cumulative distribution passes `numbers` (float64
     [rows], in [0, 1)): int64 [rows]."""
     cumulative = _weights(octaves).cumsum(dim=-1)

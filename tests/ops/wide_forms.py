@@ -1,6 +1,6 @@
 """Shapes at which linear maps of many tokens take every wide form.
 
-tests/csrc/test_heuristics.py proves that, tests/ops/test_wide_maps.py runs them on a GPU.
+tests/csrc/test_heuristics.py proves that, tests/ops/test_gemm_wide.py runs them on a GPU.
 """
 
 # channels, inputs, gates, tokens. No tile divides the tokens, nor all channels or inputs; blocks

@@ -14,7 +14,7 @@ from engine.ops import sample_
 from engine.protocol.sampling_params import SamplingParams
 from engine.runner.sampling.random_streams import stream_ids
 from tests.engine.sampling import Sampling
-from tests.ops.torch_draws import uniform
+from tests.ops.torch_sampling import uniform
 
 VOCAB = 40
 EOS = 39
