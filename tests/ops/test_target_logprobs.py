@@ -45,7 +45,8 @@ def test_torchs_values_to_rounding(device: str) -> None:
     logits, targets = case(50, 5000, 5.0, device)
     logprobs, _ = reported(logits, targets)
     wanted = logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(logprobs, wanted, rtol=5e-7, atol=2e-6)
+    # torch subtracts numbers of up to 32 in fp32, whose last place is 1.9e-6, two times.
+    torch.testing.assert_close(logprobs, wanted, rtol=5e-7, atol=4e-6)
 
 
 def test_of_equal_logits_the_lowest_id_is_greedy(device: str) -> None:
