@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,44 @@ def test_top_level_holds_only_what_the_design_names() -> None:
         "service", "engine", "csrc", "docker", "tests", "loadtest",
     }  # fmt: skip
     assert {name for name in top if not name.startswith(".")} <= allowed
+
+
+# The folders of csrc in order: each includes what is named with it, all of which stands above it.
+CSRC_MAY_INCLUDE: dict[str, set[str]] = {
+    "arch": set(),
+    "core": {"arch"},
+    "cells": {"core"},
+    "scan": {"arch", "core", "cells"},
+    "conv1d": {"core"},
+    "sampling": {"arch", "core"},
+    "pinned_copy": {"arch", "core"},
+    "cpu_model": {"core", "cells"},
+    "gemm": {"arch", "core", "cells"},
+    "cublaslt": {"core"},
+    "fused_norm": {"core", "cells"},
+    "persistent_decode": {"arch", "core", "cells", "gemm"},
+    "cluster_decode": {"arch", "core", "cells"},
+}
+
+
+def test_folders_of_kernels_include_what_stands_above_them() -> None:
+    csrc = ROOT / "csrc"
+    order = list(CSRC_MAY_INCLUDE)
+    for folder, allowed in CSRC_MAY_INCLUDE.items():
+        assert allowed <= set(order[: order.index(folder)]), f"{folder}: a circle"
+    seen = set()
+    for path in csrc.rglob("*.*"):
+        folder = path.relative_to(csrc).parts[0]
+        if path.suffix not in (".h", ".cuh", ".cpp", ".cu") or path.parent == csrc:
+            continue
+        seen.add(folder)
+        for name in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.M):
+            if name.startswith("emulator/"):  # tests/csrc
+                continue
+            target = (path.parent / name).resolve()
+            assert target.is_file(), f"{path.relative_to(ROOT)} includes {name}"
+            other = target.relative_to(csrc).parts[0]
+            assert other == folder or other in CSRC_MAY_INCLUDE[folder], (
+                f"{path.relative_to(ROOT)} includes {name}"
+            )
+    assert seen == set(order)

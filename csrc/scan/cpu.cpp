@@ -1,7 +1,9 @@
-// The cells of linear_scan on the CPU. Compiled once per instruction set; see core/vec.h.
+// Scans on the CPU, by cell. Compiled once per instruction set; see core/vec.h.
+#include "../cells/linear_scan.h"
+#include "../cells/mingru.h"
+#include "../cells/minlstm.h"
 #include "scan_cpu.h"
 #include "transposed_cpu.h"
-#include "../cells/linear_scan.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -13,6 +15,14 @@ ScanFn linear_kernel(Dtype dtype, bool backward) {
 ScanFn linear_row_kernel(Dtype dtype, bool backward) {
   return backward ? scan_for<LinearBackwardCell, TurnedTile>(dtype)
                   : scan_for<LinearCell, TurnedTile>(dtype);
+}
+
+ScanFn mingru_kernel(Dtype dtype, bool backward) {
+  return backward ? scan_for<MinGruBackwardCell>(dtype) : scan_for<MinGruCell>(dtype);
+}
+
+ScanFn minlstm_kernel(Dtype dtype, bool backward) {
+  return backward ? scan_for<MinLstmBackwardCell>(dtype) : scan_for<MinLstmCell>(dtype);
 }
 
 }  // namespace MS_ISA
