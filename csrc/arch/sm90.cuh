@@ -111,6 +111,13 @@ __device__ __forceinline__ void wait_stores_read() {
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
+// Makes this block's TMA look at a map that the host has copied to global memory. TMA keeps the maps
+// that it has read by their addresses, so it would go on with one that lay there before. To be asked
+// in each block of each kernel, by a thread ahead of those that use the map (PTX ISA, "membar,
+// fence": fence.proxy.tensormap; CUDA programming guide, "TMA", maps in global memory).
+__device__ __forceinline__ void acquire_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void prefetch_to_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

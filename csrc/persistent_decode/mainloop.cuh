@@ -55,6 +55,7 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
   Turn stage, landed;
   int on_their_way = 0;
   unsigned asked = 0;
+  acquire_map(args.phase[1].weight);
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const WholeStepPhase& phase = args.phase[p];
@@ -62,6 +63,11 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
     const Units own = units_of(phase);
     const int blocks = stages_of<kType>(phase.inputs) * kOfGroup;
     const void* map = phase.weight;
+    if (p + 1 < args.phases) {  // a phase ahead: acquired, a map has to be read anew
+      const void* next = args.phase[p + 1].weight;
+      acquire_map(next);
+      prefetch_map(*static_cast<const CUtensorMap*>(next));
+    }
     int unit = own.first, gate = 0;
     const auto next_row = [&] {  // of the next tile; -1: there is none
       const int row = unit < own.end ? (gate * phase.units + unit) * kUnit : -1;
