@@ -169,21 +169,33 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // out = x weight^T, or out += it, in one of these ways
   m.def(
       "product_(Tensor(a!) out, Tensor x, Tensor weight, Tensor algorithm, bool add=False) -> ()");
-  // the copy engine's description of a weight, to 128 bytes on the CPU
+  // TMA's description of a weight, to 128 bytes on the CPU
   m.def("whole_step_map(Tensor weight, Tensor(a!) map) -> ()");
   // one token of a few sequences through a whole model in one kernel, on Hopper alone -> logits
-  // [batch, vocabulary]. plan, exchange and ended are those of engine/ops/persistent_decode.py
+  // [batch, vocabulary]. plan says which of the weights each phase has, and maps has their
+  // descriptions; plan, exchange and ended are those of engine/ops/persistent_decode.py
   m.def(
-      "whole_step(Tensor tokens, Tensor slots, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, "
-      "Tensor(c!) exchange, Tensor(d!) ended, int weight_type, int gates, float eps, "
-      "bool linear_candidate=False, bool normalize_gates=True, bool fixed_order=False) -> Tensor");
-  // the same of up to about a hundred sequences and a small model: weights as
-  // engine/ops/cluster_decode.py packs them, plan the addresses of what results are added to.
+      "whole_step(Tensor tokens, Tensor slots, Tensor[] weights, Tensor maps, Tensor plan, "
+      "Tensor(a!) cell, Tensor(b!)? conv, Tensor(c!) exchange, Tensor(d!) ended, int weight_type, "
+      "int gates, float eps, bool linear_candidate=False, bool normalize_gates=True, "
+      "bool fixed_order=False) -> Tensor");
+  // rows that a batch of such a plan may have on a GPU of so many multiprocessors; 0: the kernel
+  // does not take it, and why
+  m.def(
+      "whole_step_most_rows(Tensor plan, int weight_type, int gates, bool fixed_order, "
+      "int multiprocessors) -> (int rows, str refusal)");
+  // the same of up to about a hundred sequences and a small model: packed as
+  // engine/ops/cluster_decode.py packs weights, plan says which of the vectors each layer has.
   // Without a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]
   m.def(
-      "cluster_step(Tensor tokens, Tensor slots, Tensor weights, Tensor table, Tensor? head_bias, "
-      "Tensor? norm, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, int vocabulary, "
-      "int gates, float eps, bool linear_candidate=False, bool normalize_gates=True) -> Tensor");
+      "cluster_step(Tensor tokens, Tensor slots, Tensor packed, Tensor table, Tensor? head_bias, "
+      "Tensor? norm, Tensor[] vectors, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, "
+      "int vocabulary, int gates, float eps, bool linear_candidate=False, "
+      "bool normalize_gates=True) -> Tensor");
+  // why the kernel takes no model of such a shape; "": it does
+  m.def("cluster_step_refusal(int layers, int width, int inner, int hidden, int taps) -> str");
+  // with fixed_order, weights of more rows than this have their inputs summed in one part
+  m.def("linear_one_part_rows() -> int");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -197,6 +209,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
   m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
   m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
   m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));
+  m.impl("whole_step_most_rows", TORCH_BOX(&minserve::whole_step_most_rows));
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
@@ -221,4 +234,6 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
   m.impl("scan_chunk", TORCH_BOX(&scan_chunk));
   m.impl("cuda_archs", TORCH_BOX(&cuda_archs));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("cluster_step_refusal", TORCH_BOX(&minserve::cluster_step_refusal));
+  m.impl("linear_one_part_rows", TORCH_BOX(&minserve::linear_one_part_rows));
 }

@@ -3,40 +3,78 @@
 
 #include "../core/operators.h"
 #include "../core/require_sm90.h"
-#include "../core/raw_pointers.h"
+#include "../core/state_alignment.h"
 #include "launch.h"
 
 namespace minserve {
 
 namespace {
 
-// A layer's tensors in the plan, addresses or 0.
+// What a layer's results are added to: for each, which of `vectors` it is, or -1.
 enum Field { kTaps, kTapsBias, kMixBias, kGatesBias, kOutBias, kUpBias, kDownBias, kFields };
 
-void read_plan(const Check& check, const Tensor& plan, ClusterStepArgs& args) {
+class LayerVectors {
+ public:
+  LayerVectors(const Check& check, const std::vector<Tensor>& vectors, const ClusterShape& shape)
+      : check_(check), vectors_(vectors), shape_(shape) {}
+
+  ClusterLayer of(int layer, const std::int64_t* from) const {
+    const std::int64_t width = shape_.width, hidden = shape_.hidden;
+    check_.require((from[kTaps] >= 0) == (shape_.taps > 0), "all layers have taps, or none; layer ",
+                   layer, " does not fit conv");
+    return {find(from[kTaps], "taps", width, shape_.taps),
+            find(from[kTapsBias], "taps_bias", width),
+            find(from[kMixBias], "mix_bias", width),
+            find(from[kGatesBias], "gates_bias", shape_.gates * std::int64_t{shape_.inner}),
+            find(from[kOutBias], "out_bias", width),
+            find(from[kUpBias], "up_bias", hidden),
+            find(from[kDownBias], "down_bias", width)};
+  }
+
+ private:
+  // A vector, or with `columns` a matrix.
+  const void* find(std::int64_t index, const char* name, std::int64_t rows,
+                   std::int64_t columns = 0) const {
+    if (index < 0) return nullptr;
+    check_.require(index < static_cast<std::int64_t>(vectors_.size()), "plan names vector ", index,
+                   " of ", vectors_.size());
+    const Tensor& t = vectors_[static_cast<std::size_t>(index)];
+    const bool fits = t.dim() == (columns == 0 ? 1 : 2) && t.size(0) == rows &&
+                      (columns == 0 || t.size(1) == columns) &&
+                      t.scalar_type() == ScalarType::BFloat16 && t.is_contiguous() &&
+                      reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 4 == 0;
+    check_.require(fits, name, " must be contiguous bfloat16 [", rows,
+                   columns == 0 ? "" : ", " + std::to_string(columns),
+                   "], aligned to 4 bytes, got ", describe(t));
+    check_.same_device(t, name);
+    return t.const_data_ptr();
+  }
+
+  const Check& check_;
+  const std::vector<Tensor>& vectors_;
+  const ClusterShape& shape_;
+};
+
+void read_plan(const Check& check, const std::vector<Tensor>& vectors, const Tensor& plan,
+               ClusterStepArgs& args) {
   check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
                     plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 1 &&
                     plan.size(0) <= kMostClusterLayers,
                 "plan must be int64 [layers, ", static_cast<int>(kFields), "] on the CPU, of 1 to ",
                 kMostClusterLayers, " layers, got ", describe(plan));
   const auto* from = static_cast<const std::int64_t*>(plan.const_data_ptr());
+  const LayerVectors of_layers(check, vectors, args.shape);
   args.layers = static_cast<int>(plan.size(0));
-  for (int n = 0; n < args.layers; ++n, from += kFields) {
-    args.layer[n] = {pointer(from[kTaps]),      pointer(from[kTapsBias]), pointer(from[kMixBias]),
-                     pointer(from[kGatesBias]), pointer(from[kOutBias]),  pointer(from[kUpBias]),
-                     pointer(from[kDownBias])};
-    check.require((from[kTaps] != 0) == (args.shape.taps > 0),
-                  "all layers have taps, or none; layer ", n, " does not fit conv");
-  }
+  for (int n = 0; n < args.layers; ++n) args.layer[n] = of_layers.of(n, from + n * kFields);
 }
 
 }  // namespace
 
 Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& weights,
                     const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
-                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
-                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
-                    bool linear_candidate, bool normalize_gates) {
+                    const std::vector<Tensor>& vectors, const Tensor& plan, const Tensor& cell,
+                    const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
+                    std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates) {
   const Check check("cluster_step", tokens, "tokens");
   require_hopper(check, tokens);
   ClusterStepArgs args;
@@ -48,27 +86,21 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   const Tensor slots = torch::stable::contiguous(slots_given);
   check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
   check.tensor(table, "table", ScalarType::BFloat16, {-1, -1}, "[ids, width]");
+  check.require(plan.dim() == 2, "plan must be [layers, ", static_cast<int>(kFields), "], got ",
+                describe(plan));
   check.tensor(cell, "cell", ScalarType::Float, {plan.size(0), -1, -1},
                "[layers, num_slots, inner]");
   const std::int64_t width = table.size(1), inner = cell.size(2);
   check.require(
       table.is_contiguous() && reinterpret_cast<std::uintptr_t>(table.const_data_ptr()) % 16 == 0,
       "table must be contiguous and begin at a multiple of 16 bytes");
-  check.require(width > 0 && width % kClusterWidthUnit == 0 && width <= kMostClusterWidth,
-                "width must be a multiple of ", kClusterWidthUnit, " up to ", kMostClusterWidth,
-                ", got ", width);
-  check.require(inner > 0 && inner % (16 * kClusterBlocks) == 0 && inner <= (1 << 16) &&
-                    hidden >= 0 && hidden % (16 * kClusterBlocks) == 0 && hidden <= (1 << 16),
-                "inner and hidden must be multiples of ", 16 * kClusterBlocks, ", got ", inner,
-                " and ", hidden);
   check.require(in_pairs(cell) && cell.size(1) > 0,
                 "channels of cell must lie together, rows at multiples of 8 bytes, and be there");
   if (conv) {
     check.tensor(*conv, "conv", ScalarType::Float, {plan.size(0), cell.size(1), -1, width},
                  "[layers, num_slots, taps - 1, width]");
-    check.require(conv->size(2) >= 1 && conv->size(2) < kMostClusterTaps && in_pairs(*conv),
-                  "conv must have 2 to ", kMostClusterTaps,
-                  " taps, its channels together and rows at multiples of 8 bytes, got ",
+    check.require(in_pairs(*conv),
+                  "channels of conv must lie together, rows at multiples of 8 bytes, got ",
                   describe(*conv));
     args.shape.taps = static_cast<int>(conv->size(2)) + 1;
     args.conv = static_cast<float*>(conv->mutable_data_ptr());
@@ -76,7 +108,9 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
     args.conv_slot_stride = conv->stride(1);
     args.conv_tap_stride = conv->stride(2);
   }
-  read_plan(check, plan, args);
+  const std::string refusal =
+      cluster_step_refusal(plan.size(0), width, inner, hidden, conv ? conv->size(2) + 1 : 0);
+  check.require(refusal.empty(), refusal);
   check.require(vocabulary >= 0 && vocabulary <= (1 << 20), "vocabulary must be 0 to ", 1 << 20,
                 ", got ", vocabulary);
   args.batch = static_cast<int>(batch);
@@ -84,6 +118,7 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   args.shape.width = static_cast<int>(width);
   args.shape.inner = static_cast<int>(inner);
   args.shape.hidden = static_cast<int>(hidden);
+  read_plan(check, vectors, plan, args);
   args.ids = static_cast<int>(table.size(0));
   args.shape.vocabulary = static_cast<int>(vocabulary);
   args.stream_bytes = args.shape.tiles(args.layers, 0) * kTileBytes;  // the longest stream's

@@ -1,6 +1,10 @@
 // The C++ functions behind the schemas of bindings.cpp.
 #pragma once
 
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "cuda_stream.h"
 
 namespace minserve {
@@ -57,6 +61,15 @@ Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& 
                   const MaybeTensor& conv);
 Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
+// Of the kernels for Hopper, what every build knows: which models they take.
+std::int64_t linear_one_part_rows();
+std::tuple<std::int64_t, std::string> whole_step_most_rows(const Tensor& plan,
+                                                           std::int64_t weight_type,
+                                                           std::int64_t gates, bool fixed_order,
+                                                           std::int64_t multiprocessors);
+std::string cluster_step_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
+                                 std::int64_t hidden, std::int64_t taps);
+
 #ifdef MINSERVE_CUDA
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                   const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order);
@@ -84,15 +97,16 @@ Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& o
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
              bool add);
 void whole_step_map(const Tensor& weight, const Tensor& map);
-Tensor whole_step(const Tensor& tokens, const Tensor& slots, const Tensor& plan, const Tensor& cell,
+Tensor whole_step(const Tensor& tokens, const Tensor& slots, const std::vector<Tensor>& tensors,
+                  const Tensor& maps, const Tensor& plan, const Tensor& cell,
                   const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
                   std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
                   bool normalize_gates, bool fixed_order);
 Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
                     const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
-                    const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
-                    std::int64_t hidden, std::int64_t vocabulary, std::int64_t gates, double eps,
-                    bool linear_candidate, bool normalize_gates);
+                    const std::vector<Tensor>& tensors, const Tensor& plan, const Tensor& cell,
+                    const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
+                    std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
 #endif
 
 }  // namespace minserve

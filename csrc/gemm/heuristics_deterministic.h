@@ -5,8 +5,8 @@
 // the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
 // for each part, or for two of them, and many have one block that takes them in turn. All add the
 // parts up in order. So does the kernel of a whole step, where a warp has a part
-// (persistent_decode/deterministic.cuh): it cuts the inputs where the forms do, part * blocks / parts of their
-// blocks of kStep.
+// (persistent_decode/deterministic.cuh): it cuts the inputs where the forms do, part * blocks /
+// parts of their blocks of kStep.
 #pragma once
 
 #include "heuristics.h"
@@ -16,6 +16,8 @@ namespace minserve {
 class FixedChooser {
  public:
   static constexpr int kMostParts = 8;
+  // Weights of more rows have one part, whatever their inputs: their tiles alone fill a GPU.
+  static constexpr std::int64_t kFewTiles = 95, kOnePartRows = kFewTiles * 64;
 
   FixedChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
@@ -26,7 +28,7 @@ class FixedChooser {
                         (gates_ == 2 && small_tiles() >= kMany);
     int parts = 1;
     while (parts < kMostParts && !enough && inputs_ / (2 * parts) >= 192 &&
-           tiles(64) * parts < 96 && tiles(64) * parts * 2 <= 200) {
+           tiles(64) * parts <= kFewTiles) {
       parts *= 2;
     }
     return parts;

@@ -20,12 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 
-#: What the kernel takes: blocks that share a model's weights; layers; channels of the residual
-#: stream; taps of a convolution.
+#: Blocks that share a model's weights.
 BLOCKS = 16
-MOST_LAYERS = 32
-MOST_WIDTH = 512
-MOST_TAPS = 4
 
 _TILE = 16  # rows by as many inputs, 32 lanes with eight of them each
 _PAIRS = 6  # of a block's warps, each with a stream of weights of its own
@@ -54,11 +50,11 @@ class ClusterLayer:
 
 class ClusterProgram:
     """A model whose weights have been packed, once more, for the kernel. Keeps the other tensors of
-    its layers (biases, taps); these must stay where they are. Waits for the device.
+    its layers (biases, taps). Waits for the device.
 
     Args:
         table: the embedding [ids, d_model].
-        layers: 1 to MOST_LAYERS.
+        layers: as many as `refusal` allows.
         head: [vocabulary, d_model], times the last norm's weight; None: a run ends with hidden
             states, for a head apart.
         head_bias: [vocabulary].
@@ -66,9 +62,7 @@ class ClusterProgram:
         gates: 2: minGRU, 3: minLSTM.
         eps: of the norms.
 
-    d_model is a multiple of 128 up to MOST_WIDTH, inner and hidden channels are multiples of 256.
-
-    Raises RuntimeError: shapes or dtypes do not fit that, or each other.
+    Raises RuntimeError: shapes or dtypes do not fit the kernel (`refusal`), or each other.
     """
 
     def __init__(
@@ -93,26 +87,9 @@ class ClusterProgram:
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         self._weights = _packed(layers, head, gates)
         self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
-        # As csrc/cluster_decode/op.cpp reads them.
-        self._beside = [
-            (
-                layer.taps,
-                layer.taps_bias,
-                layer.mix_bias,
-                layer.gates_bias,
-                layer.out_bias,
-                layer.up_bias,
-                layer.down_bias,
-            )
-            for layer in layers
-        ]
+        self._vectors: list[Tensor] = []
         self._plan = torch.tensor(
-            [
-                [0 if tensor is None else tensor.data_ptr() for tensor in of_layer]
-                for of_layer in self._beside
-            ],
-            dtype=torch.int64,
-            device="cpu",
+            [self._indices(layer) for layer in layers], dtype=torch.int64, device="cpu"
         )
         if table.is_cuda:  # weights are read before the kernel ahead on the stream has ended
             torch.cuda.synchronize(table.device)
@@ -147,6 +124,7 @@ class ClusterProgram:
             self._table,
             self._head_bias,
             self._norm,
+            self._vectors,
             self._plan,
             cell,
             conv,
@@ -158,6 +136,30 @@ class ClusterProgram:
             self._normalize_gates,
         )
         return result
+
+    def _indices(self, layer: ClusterLayer) -> list[int]:
+        """A row of the plan, as csrc/cluster_decode/op.cpp reads it: -1 for what is not there."""
+        of_layer = (
+            layer.taps,
+            layer.taps_bias,
+            layer.mix_bias,
+            layer.gates_bias,
+            layer.out_bias,
+            layer.up_bias,
+            layer.down_bias,
+        )
+        indices = []
+        for tensor in of_layer:
+            indices.append(-1 if tensor is None else len(self._vectors))
+            self._vectors += [] if tensor is None else [tensor]
+        return indices
+
+
+def refusal(*, layers: int, width: int, inner: int, hidden: int, taps: int) -> str:
+    """Why the kernel takes no model of so many layers and channels, in any build of the library;
+    "": it does."""
+    why: str = torch.ops.minserve.cluster_step_refusal(layers, width, inner, hidden, taps)
+    return why
 
 
 def _require(holds: bool, what: str) -> None:
@@ -174,19 +176,11 @@ def _check(
     gates: int,
 ) -> None:
     """RuntimeError where tensors do not fit each other or the kernel."""
-    width, unit = table.shape[1], BLOCKS * _TILE
-    _require(1 <= len(layers) <= MOST_LAYERS, f"1 to {MOST_LAYERS} layers, got {len(layers)}")
-    _require(
-        width % (unit // 2) == 0 and 0 < width <= MOST_WIDTH,
-        f"d_model must be a multiple of {unit // 2} up to {MOST_WIDTH}, got {width}",
-    )
-    first = layers[0]
+    width, first = table.shape[1], layers[0]
     inner, hidden = first.out.shape[1], 0 if first.up is None else len(first.up)
-    _require(
-        inner % unit == 0 and hidden % unit == 0,
-        f"inner and hidden channels must be multiples of {unit}, got {inner} and {hidden}",
-    )
     count = 0 if first.taps is None else first.taps.shape[1]
+    why = refusal(layers=len(layers), width=width, inner=inner, hidden=hidden, taps=count)
+    _require(not why, why)
     convolved, has_mlp = count > 0, hidden > 0
     shapes: dict[str, tuple[int, ...] | None] = {
         "gates": (gates * inner, width),
@@ -306,10 +300,11 @@ def _head_rows(head: Tensor) -> list[Tensor]:
 def _fake(
     tokens: Tensor,
     slots: Tensor,
-    weights: Tensor,
+    packed: Tensor,
     table: Tensor,
     head_bias: Tensor | None,
     norm: Tensor | None,
+    vectors: Sequence[Tensor],
     plan: Tensor,
     cell: Tensor,
     conv: Tensor | None,

@@ -15,39 +15,61 @@ import torch
 from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.gemm import SQUARE_ROWS
 
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 
 _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
 _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
-_LINE_BYTES = 16  # of a channel's values of EIGHT tokens
 
-#: What the kernel takes: rows of a batch, products, channels for each multiprocessor, taps of a
-#: convolution; what the inputs of products divide by, in bytes of a row of weights.
-MOST_ROWS = 16
-EIGHT = 8  # rows whose columns are multiplied together; the most in a fixed order, or in 8 bits
-MOST_PHASES = 224
-MOST_CHANNELS_EACH = 24
-MOST_TAPS = 4
-BLOCK_BYTES = 128
-MOST_SQUARES = 64  # of SQUARE_ROWS channels each, in a fixed order
-
-#: Bytes of all rows' inputs to one product, in bfloat16; and what lets inputs come in pieces of as
-#: many: no norm, so few channels for each multiprocessor, and in a fixed order a multiple of inputs
-#: and no more than so many pieces.
-MOST_INPUT_BYTES = 64 * 1024
-FEW_INPUT_BYTES = 32 * 1024  # of three gates and more than EIGHT rows
-MOST_DIVIDED_CHANNELS_EACH = 16
-DIVIDED_INPUTS = 512
-MOST_PIECES = 4
-MOST_SPLIT = 2  # rows whose inputs do not come in pieces, of 8-bit weights
+#: Rows whose columns are multiplied together; the most in a fixed order, or in 8 bits.
+EIGHT = 8
+_LINE_BYTES = 2 * EIGHT  # of a channel's values of so many rows
 
 
-# The copy engine keeps what it has read of a map, by its address. So memory that has once held maps
-# holds these for ever: some kilobytes for each model that is loaded.
-_MAPS: list[Tensor] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseShape:
+    """What the kernel has to know of a phase to say whether it takes it."""
+
+    kind: Kind
+    channels: int  # of its results
+    inputs: int  # of `embed`, the ids
+    taps: int = 0  # of a convolution that reads the residual stream next
+    layer: int = 0  # of the state rows that move on: the recurrence's, or the convolution's
+    normed: bool = False
+
+
+def most_rows(
+    shapes: Sequence[PhaseShape],
+    *,
+    weight_type: torch.dtype,
+    gates: int,
+    processors: int,
+    fixed_order: bool = False,
+) -> tuple[int, str]:
+    """How many rows a batch of such phases may have on a GPU of so many multiprocessors, in any
+    build of the library. 0: the kernel does not take them, and why."""
+    scaled = weight_type != torch.bfloat16
+    plan = [
+        [
+            *(_KINDS.index(shape.kind), shape.layer, shape.channels, shape.inputs, shape.taps),
+            *(0, 0 if scaled else -1, -1, 0 if shape.normed else -1, 0 if shape.taps else -1, -1),
+        ]
+        for shape in shapes
+    ]
+    return _most_rows(
+        torch.tensor(plan, dtype=torch.int64, device="cpu"),
+        *(_WEIGHT_TYPES.index(weight_type), gates, fixed_order, processors),
+    )
+
+
+def _most_rows(
+    plan: Tensor, weight_type: int, gates: int, fixed_order: bool, processors: int
+) -> tuple[int, str]:
+    found: tuple[int, str] = torch.ops.minserve.whole_step_most_rows(
+        plan, weight_type, gates, fixed_order, processors
+    )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +94,16 @@ class Phase:
 
 
 class Program:
-    """A model's phases in their order, ready to run. Keeps their tensors; these must stay where
-    they are. Steps of a program must follow each other on one stream, those of two programs too:
-    each takes the whole GPU. Weights are read before the kernel ahead on the stream has ended, so
-    none may write them.
+    """A model's phases in their order, ready to run. Keeps their tensors. Steps of a program must
+    follow each other on one stream, those of two programs too: each takes the whole GPU. Weights
+    are read before the kernel ahead on the stream has ended, so none may write them, and a program
+    may be dropped once its steps have ended.
 
     With `fixed_order` sums have the order of linear_map, linear_step and linear_residual_ with
     theirs, and logits and states the same bits as by a chain of these. For weights in bfloat16.
 
-    Raises RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other.
+    Raises RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other,
+    or the kernel.
     """
 
     def __init__(
@@ -92,36 +115,34 @@ class Program:
         normalize_gates: bool,
         fixed_order: bool = False,
     ) -> None:
-        self._phases = tuple(phases)
         self._gates = gates
         self._fixed_order = fixed_order
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         device = phases[0].weight.device
         for n, phase in enumerate(phases):
             _check(n, phase, phases, gates)
-        if fixed_order:
-            _check_order(phases)
         self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
             torch.ops.minserve.whole_step_map(phase.weight, row)
+        # Their memory may have held another program's: the kernel asks for what is there now.
         self._maps = maps.to(device)
-        _MAPS.append(self._maps)
+        self._weights: list[Tensor] = []
         self._plan = torch.tensor(
-            [self._numbers(n, phase) for n, phase in enumerate(phases)],
-            dtype=torch.int64,
-            device="cpu",
+            [self._numbers(phase) for phase in phases], dtype=torch.int64, device="cpu"
         )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        rows, refusal = _most_rows(self._plan, self._weight_type, gates, fixed_order, processors)
+        if rows == 0:
+            raise RuntimeError(refusal)
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
-        narrow = phases[-1].weight.dtype != torch.bfloat16
-        most_rows = EIGHT if fixed_order or narrow else MOST_ROWS
         # By eights of a batch: what a step leaves to the next one is for its like.
         self._exchanges = [
             (
                 torch.full((eights * sets,), 255, dtype=torch.uint8, device=device),
                 torch.zeros(1, dtype=torch.int64, device=device),
             )
-            for eights in range(1, 1 + most_rows // EIGHT)
+            for eights in range(1, 1 + -(-rows // EIGHT))
         ]
 
     def run(
@@ -130,10 +151,8 @@ class Program:
         """One token of every row.
 
         Args:
-            tokens: int32 [batch], up to EIGHT, and for weights in bfloat16 without a fixed order
-                up to MOST_ROWS. Inputs that may not come in pieces must have room for all rows in
-                MOST_INPUT_BYTES; with more than EIGHT rows for MOST_ROWS, of three gates in
-                FEW_INPUT_BYTES. An id out of range is a row of zeros.
+            tokens: int32 [batch], up to what `most_rows` says. An id out of range is a row of
+                zeros.
             slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
                 be named twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
@@ -152,6 +171,8 @@ class Program:
         logits: Tensor = torch.ops.minserve.whole_step(
             tokens,
             slots,
+            self._weights,
+            self._maps,
             self._plan,
             cell,
             conv,
@@ -171,19 +192,32 @@ class Program:
             return phase.weight.shape[1]
         return phase.weight.shape[0] // (self._gates if phase.kind == "gates" else 1)
 
-    def _numbers(self, n: int, phase: Phase) -> list[int]:
-        """A row of the plan, as csrc/persistent_decode/op.cpp reads it."""
+    def _numbers(self, phase: Phase) -> list[int]:
+        """A row of the plan, as csrc/persistent_decode/plan.h reads it; the phase's tensors come to
+        the program's."""
         rows, columns = phase.weight.shape
-        embed = phase.kind == "embed"
-        optional = (phase.scale, phase.bias, phase.norm, phase.taps, phase.taps_bias)
+        tensors = (
+            phase.weight,
+            phase.scale,
+            phase.bias,
+            phase.norm,
+            phase.taps,
+            phase.taps_bias,
+        )
         return [
             _KINDS.index(phase.kind),
             phase.layer,
             self._channels(phase),
-            rows if embed else columns,
-            phase.weight.data_ptr() if embed else self._maps[n].data_ptr(),
-            *(0 if tensor is None else tensor.data_ptr() for tensor in optional),
+            rows if phase.kind == "embed" else columns,
+            0 if phase.taps is None else phase.taps.shape[-1],
+            *(self._index_of(tensor) for tensor in tensors),
         ]
+
+    def _index_of(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return -1
+        self._weights.append(tensor)
+        return len(self._weights) - 1
 
 
 def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
@@ -227,25 +261,13 @@ def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
         require(
             fits, f"{name} must be contiguous {dtype} {list(shape)}, aligned to {alignment} bytes"
         )
-    numbers_of_taps = {other.taps.shape[-1] for other in phases if other.taps is not None}
-    require(len(numbers_of_taps) <= 1, "all convolutions must have the same number of taps")
-
-
-def _check_order(phases: Sequence[Phase]) -> None:
-    """RuntimeError where the order of sums cannot be fixed."""
-    dtype, width = phases[-1].weight.dtype, phases[0].weight.shape[1]
-    if dtype != torch.bfloat16:
-        raise RuntimeError(f"minserve::whole_step: fixed_order needs bfloat16 weights, got {dtype}")
-    if width % SQUARE_ROWS or width > MOST_SQUARES * SQUARE_ROWS:
-        raise RuntimeError(
-            f"minserve::whole_step: fixed_order needs a residual stream of a multiple of "
-            f"{SQUARE_ROWS} and at most {MOST_SQUARES * SQUARE_ROWS} channels, got {width}"
-        )
 
 
 def _fake(
     tokens: Tensor,
     slots: Tensor,
+    weights: Sequence[Tensor],
+    maps: Tensor,
     plan: Tensor,
     cell: Tensor,
     conv: Tensor | None,

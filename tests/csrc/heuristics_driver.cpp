@@ -110,7 +110,7 @@ int main(int count, char** given) {
             check("usual", Chooser(channels, inputs, gates, tokens).choose(), channels, inputs,
                   gates, tokens);
             const Choice fixed = FixedChooser(channels, inputs, gates, tokens).choose();
-            const bool whole = gates > 1 || channels <= 6400 || parts == 1;
+            const bool whole = gates > 1 || channels <= FixedChooser::kOnePartRows || parts == 1;
             check("fixed", fixed, channels, inputs, gates, tokens,
                   fixed.parts * fixed.turns == parts && whole);
           }

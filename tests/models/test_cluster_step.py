@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -54,18 +52,6 @@ def config(**changes: object) -> ModelConfig:
 )
 def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
     assert takes(config(**changes)) == taken
-
-
-def test_limits_are_those_of_the_kernel() -> None:
-    text = (Path(__file__).parents[2] / "csrc/cluster_decode/args.h").read_text()
-    constants = dict(re.findall(r"(k\w+) = ([\w *]+)[,;]", text))
-    assert int(constants["kClusterBlocks"]) == cluster_step.BLOCKS
-    assert int(constants["kMostClusterLayers"]) == cluster_step.MOST_LAYERS
-    assert int(constants["kMostClusterTaps"]) == cluster_step.MOST_TAPS
-    assert constants["kMostClusterWidth"] == "4 * kClusterWidthUnit"
-    assert constants["kClusterWidthUnit"] == "8 * kClusterBlocks"
-    assert 4 * 8 * int(constants["kClusterBlocks"]) == cluster_step.MOST_WIDTH
-    assert int(constants["kComputingWarps"]) == 2 * cluster_step._PAIRS
 
 
 def numbered(rows: int, inputs: int) -> Tensor:

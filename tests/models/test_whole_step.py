@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
-import re
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +14,20 @@ from torch import Tensor
 from engine.config import ModelConfig, Quantization
 from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
 from engine.models.backends.hopper import HopperBackend
-from engine.models.backends.persistent_decode import PersistentDecode, most_rows
+from engine.models.backends.lm_head import LmHead
+from engine.models.backends.persistent_decode import (
+    PersistentDecode,
+    _phases,
+    _shapes,
+    most_rows,
+)
 from engine.models.backends.selector import EagerBackend, select_backend
 from engine.models.backends.weight_transforms import bytes_of_copy
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import QUANTIZED_DTYPES
-from engine.ops import persistent_decode as whole_step
-from engine.ops.persistent_decode import MOST_PHASES, Phase, Program
+from engine.ops import persistent_decode
+from engine.ops.persistent_decode import Phase, PhaseShape, Program
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of
 from tests.models.variants import int32, relative_error
 
@@ -80,33 +83,45 @@ def test_inputs_in_pieces_are_whole_parts_in_a_fixed_order(
 
 
 def test_phases_are_counted_as_they_are_made() -> None:
-    layers = (MOST_PHASES - 2) // 5
-    assert most_rows(config(n_layers=layers, conv_kernel=4), H100) == 16
-    assert most_rows(config(n_layers=layers + 1, conv_kernel=4), H100) == 0
+    assert most_rows(config(n_layers=44, conv_kernel=4), H100) == 16  # 222 phases of 224
+    assert most_rows(config(n_layers=45, conv_kernel=4), H100) == 0
 
 
-def test_limits_are_those_of_the_kernel() -> None:
-    folder = Path(__file__).parents[2] / "csrc" / "persistent_decode"
-    text = (folder / "args.h").read_text() + (folder / "op.cpp").read_text()
-    constants = dict(re.findall(r"constexpr int (k\w+) = ([\d* ]+);", text))
+@pytest.mark.parametrize("changes", [{}, {"conv_kernel": 3}, {"mlp_ratio": 0.0, "cell": "minlstm"}])
+def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, object]) -> None:
+    model = LM(config(**changes))
+    phases = list(_phases(model, LmHead.of(model)))
+    shapes = list(_shapes(model.config))
+    assert len(shapes) == len(phases)
+    for phase, shape in zip(phases, shapes, strict=True):
+        rows, columns = phase.weight.shape
+        gates = model.config.gates if phase.kind == "gates" else 1
+        embed = phase.kind == "embed"
+        assert shape == PhaseShape(
+            kind=phase.kind,
+            channels=columns if embed else rows // gates,
+            inputs=rows if embed else columns,
+            taps=0 if phase.taps is None else phase.taps.shape[1],
+            layer=phase.layer,
+            normed=phase.norm is not None,
+        )
 
-    def constant(name: str) -> int:
-        return math.prod(int(factor) for factor in constants[name].split("*"))
 
-    assert constant("kMostTokens") == whole_step.MOST_ROWS
-    assert constant("kEight") == whole_step.EIGHT
-    assert constant("kMostInputBytes") == whole_step.MOST_INPUT_BYTES
-    assert constant("kFewInputBytes") == whole_step.FEW_INPUT_BYTES
-    assert constant("kMostPhases") == whole_step.MOST_PHASES
-    assert constant("kMostKeptUnits") * constant("kUnit") == whole_step.MOST_CHANNELS_EACH
-    assert constant("kMostTaps") == whole_step.MOST_TAPS
-    assert constant("kBlockBytes") == whole_step.BLOCK_BYTES
-    assert constant("kMostSquares") == whole_step.MOST_SQUARES
-    divided = constant("kMostDividedTiles") * constant("kUnit")
-    assert divided == whole_step.MOST_DIVIDED_CHANNELS_EACH
-    assert constant("kMostPieces") == whole_step.MOST_PIECES
-    assert constant("kMostParts") * 64 == whole_step.DIVIDED_INPUTS  # a block for each part
-    assert constant("kMostSplit") == whole_step.MOST_SPLIT
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"d_model": 4096}, "too wide for 132 multiprocessors"),
+        ({"conv_kernel": 5}, "2 to 4 taps, got 5"),
+        ({"d_model": 64, "expansion": 1.125}, "a multiple of 64, got 72"),
+        ({"n_layers": 200, "d_model": 64}, "2 to 224 phases, got"),
+    ],
+)
+def test_a_refusal_has_a_reason(changes: dict[str, object], reason: str) -> None:
+    asked = config(**changes)
+    rows, refusal = persistent_decode.most_rows(
+        list(_shapes(asked)), weight_type=torch.bfloat16, gates=asked.gates, processors=H100
+    )
+    assert rows == 0 and reason in refusal
 
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
@@ -428,6 +443,27 @@ def test_ids_and_slots_that_do_not_exist_are_passed_over(deterministic: bool) ->
 
 
 @pytest.mark.gpu
+def test_tensor_maps_go_with_their_program() -> None:
+    """TMA keeps what it has read of a tensor map by the map's address. A program whose maps lie
+    where another's were reads its own weights all the same."""
+    table = torch.eye(128, device="cuda", dtype=torch.bfloat16)
+    weights = [torch.randint(-99, 99, (512, 128), device="cuda").bfloat16() for _ in range(3)]
+    ids, slots = int32(list(range(16)), "cuda"), int32([-1] * 16, "cuda")
+    no_state = torch.zeros(0, 2, 2, device="cuda")[..., :0]
+    places: set[int] = set()
+    for turn in range(60):
+        weight = weights[turn % 3]
+        phases = [Phase(kind="embed", weight=table), Phase(kind="logits", weight=weight)]
+        program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
+        places.add(program._maps.data_ptr())
+        for _ in range(2):
+            got = program.run(ids, slots, no_state, None, 1e-5)
+            assert torch.equal(got, weight.float().t()[:16])
+        del program
+    assert len(places) < 20, "memory was not used again: nothing was tested"
+
+
+@pytest.mark.gpu
 def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
     whole, state = whole_of(model), model.new_state(16)
@@ -456,11 +492,11 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):
         normed = Phase(kind="logits", weight=table, norm=torch.ones(64, device="cuda"))
         Program([Phase(kind="embed", weight=table), normed], **how)
-    with pytest.raises(RuntimeError, match=r"needs bfloat16 weights, got torch.int8"):
+    with pytest.raises(RuntimeError, match="fixed_order is for weights in bfloat16"):
         scale = torch.ones(8, device="cuda")
         narrow = Phase(kind="logits", weight=ends.weight.to(torch.int8), scale=scale)
         Program([Phase(kind="embed", weight=ends.weight), narrow], **how, fixed_order=True)
-    with pytest.raises(RuntimeError, match="a multiple of 64 and at most 4096 channels, got 72"):
+    with pytest.raises(RuntimeError, match="a multiple of 64 and at most 4096 wide, got 72"):
         odd = Phase(kind="embed", weight=torch.zeros(8, 72, dtype=torch.bfloat16, device="cuda"))
         Program([odd, ends], **how, fixed_order=True)
     with pytest.raises(RuntimeError, match="rows a multiple of 8"):

@@ -17,14 +17,7 @@ from engine.models.backends.lm_head import SMALL_VOCABULARY
 from engine.models.backends.persistent_decode import runs_kernels
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState
-from engine.ops.cluster_decode import (
-    BLOCKS,
-    MOST_LAYERS,
-    MOST_TAPS,
-    MOST_WIDTH,
-    ClusterLayer,
-    ClusterProgram,
-)
+from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
 
 # Every cluster of blocks reads all weights of the layers. They need not stay in the cache from step
 # to step: what one cluster asks for, others have just had. Up to so many were measured.
@@ -41,12 +34,13 @@ def takes(config: ModelConfig) -> bool:
     )
     return (
         config.quantization is None
-        and config.d_model % (8 * BLOCKS) == 0
-        and config.d_model <= MOST_WIDTH
-        and config.inner % (16 * BLOCKS) == 0
-        and config.mlp_hidden % (16 * BLOCKS) == 0
-        and config.conv_kernel <= MOST_TAPS
-        and config.n_layers <= MOST_LAYERS
+        and not refusal(
+            layers=config.n_layers,
+            width=config.d_model,
+            inner=config.inner,
+            hidden=config.mlp_hidden,
+            taps=config.conv_kernel,
+        )
         and config.n_layers * layer <= _MOST_WEIGHTS
     )
 

@@ -13,62 +13,25 @@ from engine.config import ModelConfig
 from engine.models.backends.lm_head import LmHead
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
+from engine.models.quantize import QUANTIZED_DTYPES
 from engine.models.quantized import QuantLinear
 from engine.models.state import ModelState
-from engine.ops import library
-from engine.ops.persistent_decode import (
-    BLOCK_BYTES,
-    DIVIDED_INPUTS,
-    EIGHT,
-    FEW_INPUT_BYTES,
-    MOST_CHANNELS_EACH,
-    MOST_DIVIDED_CHANNELS_EACH,
-    MOST_INPUT_BYTES,
-    MOST_PHASES,
-    MOST_PIECES,
-    MOST_ROWS,
-    MOST_SPLIT,
-    MOST_TAPS,
-    Kind,
-    Phase,
-    Program,
-)
+from engine.ops import library, persistent_decode
+from engine.ops.persistent_decode import Kind, Phase, PhaseShape, Program
 
 
 def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False) -> int:
     """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
     not take such a model. What `runs_kernels` asks is taken as given."""
-    hidden = [config.mlp_hidden] if config.mlp_hidden else []
-    bytes_each = 2 if config.quantization is None else 1
-    inputs = [config.d_model, config.inner, *hidden]
-    of_layer = 2 + 2 * len(hidden) + (config.conv_kernel > 0)
-    fits = (
-        all(width % (BLOCK_BYTES // bytes_each) == 0 for width in inputs)
-        and config.d_model <= MOST_CHANNELS_EACH * processors
-        and config.conv_kernel <= MOST_TAPS
-        and config.n_layers * of_layer + 2 <= MOST_PHASES
+    kind = config.quantization
+    rows, _ = persistent_decode.most_rows(
+        list(_shapes(config)),
+        weight_type=torch.bfloat16 if kind is None else QUANTIZED_DTYPES[kind],
+        gates=config.gates,
+        processors=processors,
+        fixed_order=fixed_order,
     )
-    if not fits:
-        return 0
-    most = MOST_ROWS
-    if fixed_order or config.quantization is not None:
-        most = EIGHT
-    few = FEW_INPUT_BYTES if config.gates > 2 else MOST_INPUT_BYTES
-
-    def rows_with_room(width: int) -> int:
-        row = 2 * width
-        return MOST_ROWS if few >= MOST_ROWS * row else min(MOST_INPUT_BYTES // row, EIGHT)
-
-    # What reads these adds to the residual stream, and has no norm.
-    may_divide = config.d_model <= MOST_DIVIDED_CHANNELS_EACH * processors
-    rows = [most, rows_with_room(config.d_model)]
-    for width in inputs[1:]:
-        room = rows_with_room(width)
-        if not may_divide or (config.quantization is not None and room < MOST_SPLIT):
-            rows.append(room)
-        elif fixed_order:
-            rows.append(room * (1 if width % DIVIDED_INPUTS else MOST_PIECES))
-    return min(rows)
+    return rows
 
 
 def runs_kernels(model: LM) -> bool:
@@ -109,6 +72,32 @@ class PersistentDecode:
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """As HopperBackend.step, with the logits of every row of `head`."""
         return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
+
+
+def _shapes(config: ModelConfig) -> Iterator[PhaseShape]:
+    """Of the phases that `_phases` makes of such a model."""
+    width, inner, hidden = config.d_model, config.inner, config.mlp_hidden
+    vocabulary = config.vocab_size + (-config.vocab_size % 8)  # as LmHead has it
+    taps = config.conv_kernel
+    yield PhaseShape(kind="embed", channels=width, inputs=config.vocab_size, taps=taps)
+    for layer in range(config.n_layers):
+        if taps:
+            yield PhaseShape(kind="residual", channels=width, inputs=width)
+        yield PhaseShape(kind="gates", channels=inner, inputs=width, layer=layer, normed=True)
+        last = inner
+        if hidden:
+            yield PhaseShape(kind="residual", channels=width, inputs=inner)
+            yield PhaseShape(kind="gelu", channels=hidden, inputs=width, normed=True)
+            last = hidden
+        convolved_next = taps > 0 and layer + 1 < config.n_layers
+        yield PhaseShape(
+            kind="residual",
+            channels=width,
+            inputs=last,
+            taps=taps if convolved_next else 0,
+            layer=layer + 1 if convolved_next else 0,
+        )
+    yield PhaseShape(kind="logits", channels=vocabulary, inputs=width, normed=True)
 
 
 def _phases(model: LM, head: LmHead) -> Iterator[Phase]:

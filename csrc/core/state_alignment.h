@@ -1,15 +1,11 @@
-// Addresses that operators of whole models find in a plan, and what they ask of a state's.
+// What kernels of whole models ask of a state's rows.
 #pragma once
 
 #include <cstdint>
 
-#include "operators.h"
+#include "tensor_checks.h"
 
 namespace minserve {
-
-inline const void* pointer(std::int64_t address) {
-  return reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address));
-}
 
 // Whether two neighbouring channels can be read at once in every row.
 inline bool in_pairs(const Tensor& state) {

@@ -1,0 +1,11 @@
+// What of the choice of a linear map's kernel is asked for in builds of every kind.
+#include "../core/operators.h"
+#include "heuristics_deterministic.h"
+
+namespace minserve {
+
+std::int64_t linear_one_part_rows() {
+  return FixedChooser::kOnePartRows;
+}
+
+}  // namespace minserve
