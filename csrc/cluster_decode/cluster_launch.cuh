@@ -10,8 +10,8 @@ namespace cuda {
 // What a thread has found out about a kernel on a device.
 struct KnownClusters {
   int device = -1, room = 0;
-  std::size_t shared = 0;  // with so many bytes a block,
-  int at_once = -1;        // so many clusters
+  int shared = 0;    // with so many bytes a block,
+  int at_once = -1;  // so many clusters
 };
 
 template <class Args>
@@ -20,31 +20,26 @@ class Clusters {
   // Of so many blocks; more than eight are not what every GPU with clusters must have room for.
   // `known`: of this kernel alone.
   Clusters(void (*kernel)(Args), KnownClusters& known, int blocks, int threads, int device,
-           cudaStream_t on)
-      : kernel_(kernel), known_(known), blocks_(blocks) {
-    if (known.device != device) {
-      int room = 0;
-      check(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-            "shared memory");
-      if (blocks > 8) {
-        check(cudaFuncSetAttribute(address(), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-              "clusters of blocks");
-      }
-      cudaFuncAttributes attributes;
-      check(cudaFuncGetAttributes(&attributes, address()), "attributes of a kernel");
-      room -= static_cast<int>(attributes.sharedSizeBytes);
-      check(cudaFuncSetAttribute(address(), cudaFuncAttributeMaxDynamicSharedMemorySize, room),
-            "shared memory of clusters of blocks");
-      known = {device, room, 0, -1};
+           cudaStream_t stream)
+      : kernel_(kernel),
+        known_(known),
+        blocks_(static_cast<unsigned>(blocks)),
+        threads_(static_cast<unsigned>(threads)),
+        stream_(stream) {
+    if (known.device == device) return;
+    int room = 0;
+    check(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          "shared memory");
+    if (blocks > 8) {
+      check(cudaFuncSetAttribute(address(), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+            "clusters of blocks");
     }
-    attributes_[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes_[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes_[1].id = cudaLaunchAttributeClusterDimension;
-    attributes_[1].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-    config_.blockDim = dim3(static_cast<unsigned>(threads));
-    config_.stream = on;
-    config_.attrs = attributes_;
-    config_.numAttrs = 2;
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, address()), "attributes of a kernel");
+    room -= static_cast<int>(attributes.sharedSizeBytes);
+    check(cudaFuncSetAttribute(address(), cudaFuncAttributeMaxDynamicSharedMemorySize, room),
+          "shared memory of clusters of blocks");
+    known = {device, room, 0, -1};
   }
   Clusters(const Clusters&) = delete;
   Clusters& operator=(const Clusters&) = delete;
@@ -52,34 +47,40 @@ class Clusters {
   // Bytes of shared memory that a block may have.
   int room() const { return known_.room; }
   void arrange(int clusters, int shared_bytes) {
-    config_.gridDim = dim3(static_cast<unsigned>(clusters * blocks_));
-    config_.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    clusters_ = clusters;
+    shared_bytes_ = shared_bytes;
   }
   // Throws where the GPU has no room for one.
   bool at_once() const {
-    if (known_.at_once < 0 || known_.shared != config_.dynamicSmemBytes) {
-      check(cudaOccupancyMaxActiveClusters(&known_.at_once, address(), &config_),
+    if (known_.at_once < 0 || known_.shared != shared_bytes_) {
+      LaunchConfig config(grid(), threads_, shared_bytes_, stream_);
+      config.early().cluster(dim3(blocks_));
+      check(cudaOccupancyMaxActiveClusters(&known_.at_once, address(), config.get()),
             "clusters at once");
-      known_.shared = config_.dynamicSmemBytes;
+      known_.shared = shared_bytes_;
     }
     if (known_.at_once == 0) {
       throw std::runtime_error("minserve: this GPU has no room for a cluster of " +
                                std::to_string(blocks_) + " blocks");
     }
-    return static_cast<int>(config_.gridDim.x) <= known_.at_once * blocks_;
+    return clusters_ <= known_.at_once;
   }
-  void go(const Args& args) const {
-    check(cudaLaunchKernelEx(&config_, kernel_, args), "clusters of blocks");
+  void launch(const Args& args) const {
+    LaunchConfig(grid(), threads_, shared_bytes_, stream_)
+        .early()
+        .cluster(dim3(blocks_))
+        .launch(kernel_, "clusters of blocks", args);
   }
 
  private:
+  dim3 grid() const { return dim3(static_cast<unsigned>(clusters_) * blocks_); }
   const void* address() const { return reinterpret_cast<const void*>(kernel_); }
 
   void (*const kernel_)(Args);
   KnownClusters& known_;
-  const int blocks_;
-  cudaLaunchAttribute attributes_[2] = {};
-  cudaLaunchConfig_t config_ = {};
+  const unsigned blocks_, threads_;
+  const cudaStream_t stream_;
+  int clusters_ = 0, shared_bytes_ = 0;
 };
 
 }  // namespace cuda

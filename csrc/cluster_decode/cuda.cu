@@ -25,7 +25,7 @@ class Launch {
   bool at_once() const { return clusters_.at_once(); }
   void go() {
     args_.stages = stages_;
-    clusters_.go(args_);
+    clusters_.launch(args_);
   }
 
  private:

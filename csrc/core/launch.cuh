@@ -82,6 +82,56 @@ bool waits_for_previous() {
   return waits;
 }
 
+// How a kernel is launched, with the attributes that it asks for.
+class LaunchConfig {
+ public:
+  LaunchConfig(dim3 blocks, unsigned threads, int shared_bytes, cudaStream_t stream) {
+    config_.gridDim = blocks;
+    config_.blockDim = dim3(threads);
+    config_.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+    config_.stream = stream;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+  LaunchConfig& operator=(const LaunchConfig&) = delete;
+
+  // The kernel may begin before the one ahead of it on the stream has ended, where the GPU can
+  // (programmatic dependent launch).
+  LaunchConfig& early() {
+    attribute(cudaLaunchAttributeProgrammaticStreamSerialization)
+        .programmaticStreamSerializationAllowed = 1;
+    return *this;
+  }
+  // Neighbours in the grid that reach each other's shared memory.
+  LaunchConfig& cluster(dim3 blocks) {
+    attribute(cudaLaunchAttributeClusterDimension).clusterDim = {blocks.x, blocks.y, blocks.z};
+    return *this;
+  }
+  // All blocks run at once, or the launch fails.
+  LaunchConfig& cooperative() {
+    attribute(cudaLaunchAttributeCooperative).cooperative = 1;
+    return *this;
+  }
+
+  template <class Kernel, class... Arguments>
+  void launch(Kernel kernel, const char* what, const Arguments&... arguments) {
+    check(cudaLaunchKernelEx(get(), kernel, arguments...), what);
+  }
+  const cudaLaunchConfig_t* get() {
+    config_.attrs = attributes_;
+    return &config_;
+  }
+
+ private:
+  cudaLaunchAttributeValue& attribute(cudaLaunchAttributeID id) {
+    cudaLaunchAttribute& next = attributes_[config_.numAttrs++];
+    next.id = id;
+    return next.val;
+  }
+
+  cudaLaunchConfig_t config_ = {};
+  cudaLaunchAttribute attributes_[3] = {};
+};
+
 struct Grid {
   dim3 blocks;
   unsigned threads;
@@ -96,19 +146,12 @@ struct Grid {
 template <auto kKernel, class... Arguments>
 void launch_early(const Grid& grid, cudaStream_t stream, const char* what,
                   const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {grid.cluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid.blocks;
-  config.blockDim = dim3(grid.threads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(grid.shared_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = !waits_for_previous<kKernel>() ? 0 : grid.cluster == 1 ? 1 : 2;
-  check(cudaLaunchKernelEx(&config, kKernel, arguments...), what);
+  LaunchConfig config(grid.blocks, grid.threads, grid.shared_bytes, stream);
+  if (waits_for_previous<kKernel>()) {
+    config.early();
+    if (grid.cluster > 1) config.cluster(dim3(grid.cluster));
+  }
+  config.launch(kKernel, what, arguments...);
 }
 
 // Blocks of a kernel that the current device runs at once. Also asks for the kernel's shared

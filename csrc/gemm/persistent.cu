@@ -38,21 +38,11 @@ struct Call {
     const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
                                ((args.tokens + S::kTokens - 1) / S::kTokens);
     const std::int64_t most = S::kParted ? tiles : multiprocessors(device);
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(S::kParts)};
-    cudaLaunchConfig_t config = {};
-    config.gridDim =
-        dim3(static_cast<unsigned>(std::min(tiles, most)), 1, static_cast<unsigned>(S::kParts));
-    config.blockDim = dim3(S::kThreads);
-    config.dynamicSmemBytes = static_cast<std::size_t>(S::kShared);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = S::kParted ? 2 : 1;
-    check(cudaLaunchKernelEx(&config, &wide_kernel<S>, weights, inputs, side, args),
-          "wide linear map");
+    const auto parts = static_cast<unsigned>(S::kParts);
+    LaunchConfig config(dim3(static_cast<unsigned>(std::min(tiles, most)), 1, parts), S::kThreads,
+                        S::kShared, stream);
+    if (S::kParted) config.cluster(dim3(1, 1, parts));
+    config.early().launch(&wide_kernel<S>, "wide linear map", weights, inputs, side, args);
   }
 
   // Parts of the inputs in turn: FixedChooser has chosen one of these.

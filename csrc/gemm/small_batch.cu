@@ -24,21 +24,13 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
           "shared memory of a linear map");
     asked = device;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {1, 1, static_cast<unsigned>(parts)};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
-                        static_cast<unsigned>((args.channels + S::kChannels - 1) / S::kChannels),
-                        static_cast<unsigned>(parts));
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(S::shared_bytes(parts));
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, &linear_kernel<S>, weights, inputs, args), "linear map");
+  const dim3 blocks(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
+                    static_cast<unsigned>((args.channels + S::kChannels - 1) / S::kChannels),
+                    static_cast<unsigned>(parts));
+  LaunchConfig(blocks, S::kThreads, S::shared_bytes(parts), stream)
+      .early()
+      .cluster(dim3(1, 1, static_cast<unsigned>(parts)))
+      .launch(&linear_kernel<S>, "linear map", weights, inputs, args);
 }
 
 template <int kGates>

@@ -40,19 +40,11 @@ void launch(WholeStepArgs& args, int device, cudaStream_t on) {
     throw std::runtime_error("minserve: no room for a whole step's weights");
   }
   args.in_flight = whole::in_flight<kType>(args);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(whole_step_blocks(device)));
-  config.blockDim = dim3(whole::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(besides + args.stages * whole::kStageBytes);
-  config.stream = on;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kKernel, args), "a whole step");
+  LaunchConfig(dim3(static_cast<unsigned>(whole_step_blocks(device))), whole::kThreads,
+               besides + args.stages * whole::kStageBytes, on)
+      .cooperative()
+      .early()
+      .launch(kKernel, "a whole step", args);
 }
 
 template <WeightType kType, bool kSplit, bool kFixed, bool kPieces>
