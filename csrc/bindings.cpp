@@ -209,7 +209,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
   m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
   m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
   m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));
-  m.impl("whole_step_most_rows", TORCH_BOX(&minserve::whole_step_most_rows));
+  m.impl("whole_step_most_rows", TORCH_BOX(&minserve::persistent_decode_most_rows));
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
@@ -225,15 +225,15 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
   m.impl("product_algorithms", TORCH_BOX(&minserve::product_algorithms));
   m.impl("product_", TORCH_BOX(&minserve::product));
-  m.impl("whole_step_map", TORCH_BOX(&minserve::whole_step_map));
-  m.impl("whole_step", TORCH_BOX(&minserve::whole_step));
-  m.impl("cluster_step", TORCH_BOX(&minserve::cluster_step));
+  m.impl("whole_step_map", TORCH_BOX(&minserve::persistent_decode_map));
+  m.impl("whole_step", TORCH_BOX(&minserve::persistent_decode));
+  m.impl("cluster_step", TORCH_BOX(&minserve::cluster_decode));
 #endif
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
   m.impl("scan_chunk", TORCH_BOX(&scan_chunk));
   m.impl("cuda_archs", TORCH_BOX(&cuda_archs));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
-  m.impl("cluster_step_refusal", TORCH_BOX(&minserve::cluster_step_refusal));
+  m.impl("cluster_step_refusal", TORCH_BOX(&minserve::cluster_decode_refusal));
   m.impl("linear_one_part_rows", TORCH_BOX(&minserve::linear_one_part_rows));
 }

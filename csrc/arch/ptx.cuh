@@ -128,7 +128,7 @@ __device__ __forceinline__ void barrier_sync(int number) {
 
 // --- kernels that overlap with the one before them on the stream, where the GPU can
 
-__device__ __forceinline__ void let_next_kernel_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -17,35 +17,35 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
 
 // Keeps an address in a register. The compiler would find it again at every use, from the block's
 // number in its cluster, and in a loop over stages that is a third of what is between products.
-__device__ __forceinline__ std::uint32_t kept(std::uint32_t address) {
+__device__ __forceinline__ std::uint32_t keep_in_register(std::uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
 
 // --- barriers in shared memory
 
-__device__ __forceinline__ void init_barrier(std::uint64_t& barrier, unsigned arrivals) {
+__device__ __forceinline__ void mbarrier_init(std::uint64_t& barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
 }
 // Makes initialised barriers known to the copy engine and to the cluster.
-__device__ __forceinline__ void fence_barriers() {
+__device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void arrive(std::uint32_t address) {
+__device__ __forceinline__ void mbarrier_arrive(std::uint32_t address) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address) : "memory");
 }
-__device__ __forceinline__ void arrive(std::uint64_t& barrier) {
-  arrive(shared_address(&barrier));
+__device__ __forceinline__ void mbarrier_arrive(std::uint64_t& barrier) {
+  mbarrier_arrive(shared_address(&barrier));
 }
-__device__ __forceinline__ void arrive_expecting(std::uint32_t address, unsigned bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(std::uint32_t address, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void arrive_expecting(std::uint64_t& barrier, unsigned bytes) {
-  arrive_expecting(shared_address(&barrier), bytes);
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(std::uint64_t& barrier, unsigned bytes) {
+  mbarrier_arrive_expect_tx(shared_address(&barrier), bytes);
 }
-__device__ __forceinline__ void wait_barrier(std::uint32_t address, unsigned parity) {
+__device__ __forceinline__ void mbarrier_wait(std::uint32_t address, unsigned parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -53,11 +53,11 @@ __device__ __forceinline__ void wait_barrier(std::uint32_t address, unsigned par
       "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void wait_barrier(std::uint64_t& barrier, unsigned parity) {
-  wait_barrier(shared_address(&barrier), parity);
+__device__ __forceinline__ void mbarrier_wait(std::uint64_t& barrier, unsigned parity) {
+  mbarrier_wait(shared_address(&barrier), parity);
 }
 
-__device__ __forceinline__ bool barrier_passed(std::uint32_t address, unsigned parity) {
+__device__ __forceinline__ bool mbarrier_test_wait(std::uint32_t address, unsigned parity) {
   unsigned passed;
   asm volatile(
       "{ .reg .pred done;\n"
@@ -68,15 +68,15 @@ __device__ __forceinline__ bool barrier_passed(std::uint32_t address, unsigned p
       : "memory");
   return passed != 0;
 }
-__device__ __forceinline__ bool barrier_passed(std::uint64_t& barrier, unsigned parity) {
-  return barrier_passed(shared_address(&barrier), parity);
+__device__ __forceinline__ bool mbarrier_test_wait(std::uint64_t& barrier, unsigned parity) {
+  return mbarrier_test_wait(shared_address(&barrier), parity);
 }
 
 // --- the copy engine
 
 // A box of `map` whose first element is at (column, row), to shared memory; `barrier` counts bytes.
-__device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& map, int column,
-                                         int row, std::uint32_t barrier) {
+__device__ __forceinline__ void tma_load_tile(std::uint32_t to, const CUtensorMap& map, int column,
+                                              int row, std::uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
@@ -84,8 +84,8 @@ __device__ __forceinline__ void copy_box(std::uint32_t to, const CUtensorMap& ma
       : "memory");
 }
 // Neighbouring bytes, a multiple of 16 from addresses that are, to shared memory.
-__device__ __forceinline__ void copy_bytes(void* to, const void* from, unsigned bytes,
-                                           std::uint64_t& barrier) {
+__device__ __forceinline__ void tma_load_bytes(void* to, const void* from, unsigned bytes,
+                                               std::uint64_t& barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)),
@@ -93,29 +93,29 @@ __device__ __forceinline__ void copy_bytes(void* to, const void* from, unsigned 
       : "memory");
 }
 // From shared memory to a box of `map`; what lies outside the matrix is left out.
-__device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row,
-                                          const void* from) {
+__device__ __forceinline__ void tma_store_tile(const CUtensorMap& map, int column, int row,
+                                               const void* from) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
           &map),
       "r"(column), "r"(row), "r"(shared_address(from))
       : "memory");
 }
-__device__ __forceinline__ void commit_stores() {
+__device__ __forceinline__ void tma_commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // Until the stores of this thread have read their shared memory.
-__device__ __forceinline__ void wait_stores_read() {
+__device__ __forceinline__ void tma_wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Makes this block's TMA look at a map that the host has copied to global memory. TMA keeps the maps
-// that it has read by their addresses, so it would go on with one that lay there before. To be asked
-// in each block of each kernel, by a thread ahead of those that use the map (PTX ISA, "membar,
-// fence": fence.proxy.tensormap; CUDA programming guide, "TMA", maps in global memory).
-__device__ __forceinline__ void acquire_map(const void* map) {
+// Makes this block's TMA look at a map that the host has copied to global memory. TMA keeps the
+// maps that it has read by their addresses, so it would go on with one that lay there before. To be
+// asked in each block of each kernel, by a thread ahead of those that use the map (PTX ISA,
+// "membar, fence": fence.proxy.tensormap; CUDA programming guide, "TMA", maps in global memory).
+__device__ __forceinline__ void acquire_tensor_map(const void* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void prefetch_to_l2(const void* p) {
@@ -131,9 +131,9 @@ class RingAddresses {
  public:
   __device__ __forceinline__ RingAddresses(const std::uint64_t* full, const std::uint64_t* empty,
                                            const unsigned char* stages)
-      : full_(kept(shared_address(full))),
-        empty_(kept(shared_address(empty))),
-        stages_(kept(shared_address(stages))) {}
+      : full_(keep_in_register(shared_address(full))),
+        empty_(keep_in_register(shared_address(empty))),
+        stages_(keep_in_register(shared_address(stages))) {}
 
   __device__ __forceinline__ std::uint32_t full(int slot) const { return full_ + slot * 8; }
   __device__ __forceinline__ std::uint32_t empty(int slot) const { return empty_ + slot * 8; }
@@ -147,18 +147,18 @@ class RingAddresses {
 
 // A place in a ring.
 template <int kStages>
-struct Stage {
-  int slot = 0, turn = 0;
+struct PipelineState {
+  int slot = 0, round = 0;
   __device__ __forceinline__ void operator++() {
-    if (++slot == kStages) slot = 0, ++turn;
+    if (++slot == kStages) slot = 0, ++round;
   }
 };
 
 // --- clusters (the rest is in ptx.cuh)
 
 // Shared memory of this block to that of another, whose barrier counts the bytes.
-__device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const void* from,
-                                              unsigned bytes, std::uint64_t& barrier) {
+__device__ __forceinline__ void tma_copy_to_block(unsigned rank, void* to, const void* from,
+                                                  unsigned bytes, std::uint64_t& barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
       "[%3];" ::"r"(address_in_block(shared_address(to), rank)),
@@ -167,52 +167,44 @@ __device__ __forceinline__ void copy_to_block(unsigned rank, void* to, const voi
 }
 // One arrival at another block's barrier. It says that this thread is done with what others may now
 // write to, and publishes nothing: a release to the cluster would be a fence of the whole device.
-__device__ __forceinline__ void arrive_in_block(unsigned rank, std::uint64_t& barrier) {
+__device__ __forceinline__ void mbarrier_arrive_in_block(unsigned rank, std::uint64_t& barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                    address_in_block(shared_address(&barrier), rank))
                : "memory");
 }
-// Two numbers to another block, whose barrier counts their bytes.
-__device__ __forceinline__ void store_counted(unsigned rank, const float2& x, void* to,
-                                              std::uint64_t& barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          address_in_block(shared_address(to), rank)),
-      "f"(x.x), "f"(x.y), "r"(address_in_block(shared_address(&barrier), rank))
-      : "memory");
-}
 // Makes what this thread wrote to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_for_copies() {
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- threads of a block
 
 // `threads` of them, whole warps, meet at one of the barriers 1 to 15.
-__device__ __forceinline__ void meet(int number, int threads) {
+__device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // All warps of a warpgroup change the number of registers that each of its threads has.
 template <int kCount>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // Four squares of 8 x 8 two-byte numbers, turned: thread t gives the address of row t % 8 of square
 // t / 8 in shared memory, and has in each word two neighbours of a column: row 2 (t % 4) in its low
 // half, of column t / 4.
-__device__ __forceinline__ void store_turned(std::uint32_t address, const unsigned (&words)[4]) {
+__device__ __forceinline__ void store_transposed(std::uint32_t address,
+                                                 const unsigned (&words)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
 }
-__device__ __forceinline__ void load_turned(std::uint32_t address, unsigned (&words)[4]) {
+__device__ __forceinline__ void load_transposed(std::uint32_t address, unsigned (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(address)
@@ -221,32 +213,32 @@ __device__ __forceinline__ void load_turned(std::uint32_t address, unsigned (&wo
 
 // --- products of warpgroups
 
-__device__ __forceinline__ void begin_products() {
+__device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int kPending>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 // Keeps the compiler from reading sums before the wait for them: to it they were there already.
 template <int kSums>
-__device__ __forceinline__ void sums_are_there(float (&sums)[kSums]) {
+__device__ __forceinline__ void fence_operands(float (&sums)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 // A number that a warp agrees about, which the compiler learns by this: what is made of it is then
 // found by the unit that has one register for a warp, where products look for their descriptions.
-__device__ __forceinline__ std::uint32_t same_in_warp(std::uint32_t x) {
+__device__ __forceinline__ std::uint32_t warp_uniform(std::uint32_t x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-// A tile in shared memory whose rows are 128 bytes of inputs, swizzled as copy_box() leaves them
-// (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
-__device__ __forceinline__ std::uint64_t describe_tile(std::uint32_t address) {
+// A tile in shared memory whose rows are 128 bytes of inputs, swizzled as tma_load_tile() leaves
+// them (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
+__device__ __forceinline__ std::uint64_t smem_descriptor(std::uint32_t address) {
   const std::uint64_t place = (address & 0x3ffffu) >> 4;
   return place | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }

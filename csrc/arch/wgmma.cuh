@@ -16,11 +16,11 @@ constexpr int kGroupThreads = 128;
 constexpr int kStep = 64;  // inputs a stage: rows of 128 bytes
 
 template <int kTokens>
-struct Product;
+struct Wgmma;
 
-#define MS_PRODUCT(TOKENS, PLACES, A, B, KEEP, ...)                                     \
+#define MS_WGMMA(TOKENS, PLACES, A, B, KEEP, ...)                                       \
   template <>                                                                           \
-  struct Product<TOKENS> {                                                              \
+  struct Wgmma<TOKENS> {                                                                \
     static __device__ __forceinline__ void add(float (&s)[TOKENS / 2], std::uint64_t a, \
                                                std::uint64_t b, int keep) {             \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, %" KEEP                              \
@@ -58,21 +58,21 @@ struct Product;
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-MS_PRODUCT(8, MS_PLACES4, "4", "5", "6", MS_SUMS4(0))
-MS_PRODUCT(16, MS_PLACES8, "8", "9", "10", MS_SUMS4(0), MS_SUMS4(4))
-MS_PRODUCT(24, MS_PLACES12, "12", "13", "14", MS_SUMS4(0), MS_SUMS8(4))
-MS_PRODUCT(32, MS_PLACES16, "16", "17", "18", MS_SUMS16(0))
-MS_PRODUCT(40, MS_PLACES20, "20", "21", "22", MS_SUMS4(0), MS_SUMS16(4))
-MS_PRODUCT(56, MS_PLACES28, "28", "29", "30", MS_SUMS4(0), MS_SUMS8(4), MS_SUMS16(12))
-MS_PRODUCT(64, MS_PLACES32, "32", "33", "34", MS_SUMS16(0), MS_SUMS16(16))
-MS_PRODUCT(72, MS_PLACES36, "36", "37", "38", MS_SUMS4(0), MS_SUMS16(4), MS_SUMS16(20))
-MS_PRODUCT(80, MS_PLACES40, "40", "41", "42", MS_SUMS8(0), MS_SUMS16(8), MS_SUMS16(24))
-MS_PRODUCT(96, MS_PLACES48, "48", "49", "50", MS_SUMS16(0), MS_SUMS16(16), MS_SUMS16(32))
-MS_PRODUCT(128, MS_PLACES64, "64", "65", "66", MS_SUMS64(0))
-MS_PRODUCT(256, MS_PLACES128, "128", "129", "130", MS_SUMS64(0), MS_SUMS64(64))
+MS_WGMMA(8, MS_PLACES4, "4", "5", "6", MS_SUMS4(0))
+MS_WGMMA(16, MS_PLACES8, "8", "9", "10", MS_SUMS4(0), MS_SUMS4(4))
+MS_WGMMA(24, MS_PLACES12, "12", "13", "14", MS_SUMS4(0), MS_SUMS8(4))
+MS_WGMMA(32, MS_PLACES16, "16", "17", "18", MS_SUMS16(0))
+MS_WGMMA(40, MS_PLACES20, "20", "21", "22", MS_SUMS4(0), MS_SUMS16(4))
+MS_WGMMA(56, MS_PLACES28, "28", "29", "30", MS_SUMS4(0), MS_SUMS8(4), MS_SUMS16(12))
+MS_WGMMA(64, MS_PLACES32, "32", "33", "34", MS_SUMS16(0), MS_SUMS16(16))
+MS_WGMMA(72, MS_PLACES36, "36", "37", "38", MS_SUMS4(0), MS_SUMS16(4), MS_SUMS16(20))
+MS_WGMMA(80, MS_PLACES40, "40", "41", "42", MS_SUMS8(0), MS_SUMS16(8), MS_SUMS16(24))
+MS_WGMMA(96, MS_PLACES48, "48", "49", "50", MS_SUMS16(0), MS_SUMS16(16), MS_SUMS16(32))
+MS_WGMMA(128, MS_PLACES64, "64", "65", "66", MS_SUMS64(0))
+MS_WGMMA(256, MS_PLACES128, "128", "129", "130", MS_SUMS64(0), MS_SUMS64(64))
 // clang-format on
 
-#undef MS_PRODUCT
+#undef MS_WGMMA
 #undef MS_SUMS4
 #undef MS_SUMS8
 #undef MS_SUMS16

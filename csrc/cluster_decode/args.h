@@ -89,7 +89,7 @@ struct ClusterLayer {
   const void *gates_bias, *out_bias, *up_bias, *down_bias;
 };
 
-struct ClusterStepArgs {
+struct ClusterDecodeArgs {
   ClusterShape shape = {};  // taps: 0 without convolutions; hidden: 0 without MLPs
   int batch = 0, layers = 0;
   int ids = 0;     // rows of the table
@@ -122,19 +122,19 @@ struct ClusterLayout {
   int convolved;  // the same of what comes out of a convolution
   // Sums over this block's part of the inputs, fp32 [width, tokens], on their way to the others;
   // before, what the warps of a pair tell each other.
-  int outbox;
-  int inbox;   // all blocks' sums of this block's channels, [kClusterBlocks, own, tokens]
-  int own;     // the residual stream's own channels, in pairs
-  int state;   // this block's channels of the recurrence
-  int hidden;  // of an MLP
-  int ring;    // chunks of weights, a ring for each pair
+  int outgoing;
+  int incoming;  // all blocks' sums of this block's channels, [kClusterBlocks, own, tokens]
+  int own;       // the residual stream's own channels, in pairs
+  int state;     // this block's channels of the recurrence
+  int hidden;    // of an MLP
+  int ring;      // chunks of weights, a ring for each pair
 
   constexpr ClusterLayout(const ClusterShape& shape, int tokens)
       : stream(0),
         convolved(stream + shape.width * tokens * 2),
-        outbox(convolved + (shape.taps > 0 ? shape.width * tokens * 2 : 0)),
-        inbox(outbox + outbox_bytes(shape, tokens)),
-        own(inbox + shape.width * tokens * 4),
+        outgoing(convolved + (shape.taps > 0 ? shape.width * tokens * 2 : 0)),
+        incoming(outgoing + outgoing_bytes(shape, tokens)),
+        own(incoming + shape.width * tokens * 4),
         state(own + own_bytes(shape, tokens)),
         hidden(state + shape.inner / kClusterBlocks * tokens * 2),
         ring(hidden + shape.hidden / kClusterBlocks * tokens * 2) {}
@@ -149,7 +149,7 @@ struct ClusterLayout {
   }
 
  private:
-  static constexpr int outbox_bytes(const ClusterShape& shape, int tokens) {
+  static constexpr int outgoing_bytes(const ClusterShape& shape, int tokens) {
     const int sums = shape.width * tokens * 4;
     const int told = kComputingWarps * 32 * floats_of_lane(shape, tokens) * 4;
     return sums > told ? sums : told;

@@ -11,19 +11,19 @@ namespace {
 template <template <class> class CellOf, int kTiles, int kWidth>
 class Launch {
  public:
-  Launch(ClusterStepArgs& args, int device, cudaStream_t on)
+  Launch(ClusterDecodeArgs& args, int device, cudaStream_t on)
       : args_(args),
-        clusters_(clustered::cluster_step_kernel<CellOf, kTiles, kWidth>, known(), kClusterBlocks,
-                  clustered::kThreads, device, on) {
+        clusters_(cluster::cluster_decode_kernel<CellOf, kTiles, kWidth>, known(), kClusterBlocks,
+                  cluster::kThreads, device, on) {
     const ClusterLayout at(args.shape, kTokens);
     stages_ = (clusters_.room() - at.ring) / (kPairs * kChunkBytes);
-    if (stages_ > clustered::kMostStages) stages_ = clustered::kMostStages;
+    if (stages_ > cluster::kMostStages) stages_ = cluster::kMostStages;
     clusters_.arrange(divided_up_by(args.batch, kTokens), at.ring + stages_ * kPairs * kChunkBytes);
   }
 
   bool fits() const { return stages_ >= kFewestStages; }
   bool at_once() const { return clusters_.at_once(); }
-  void go() {
+  void launch() {
     args_.stages = stages_;
     clusters_.launch(args_);
   }
@@ -35,24 +35,24 @@ class Launch {
   }
   static constexpr int kTokens = kTiles * 8, kFewestStages = 3;
 
-  ClusterStepArgs& args_;
-  Clusters<ClusterStepArgs> clusters_;
+  ClusterDecodeArgs& args_;
+  Clusters<ClusterDecodeArgs> clusters_;
   int stages_ = 0;
 };
 
 template <template <class> class CellOf, int kWidth>
-void launch(ClusterStepArgs& args, int device, cudaStream_t on) {
+void launch(ClusterDecodeArgs& args, int device, cudaStream_t on) {
   Launch<CellOf, 1, kWidth> eight(args, device, on);
   Launch<CellOf, 2, kWidth> sixteen(args, device, on);
   Launch<CellOf, 4, kWidth> most(args, device, on);
   if (!eight.fits()) throw std::runtime_error("minserve: too wide a model for a clustered step");
-  if (eight.at_once() || !sixteen.fits()) return eight.go();
-  if (sixteen.at_once() || !most.fits()) return sixteen.go();
-  most.go();
+  if (eight.at_once() || !sixteen.fits()) return eight.launch();
+  if (sixteen.at_once() || !most.fits()) return sixteen.launch();
+  most.launch();
 }
 
 template <template <class> class CellOf>
-void launch_width(ClusterStepArgs& args, int device, cudaStream_t on) {
+void launch_width(ClusterDecodeArgs& args, int device, cudaStream_t on) {
   static_assert(kMostClusterWidth == 4 * kClusterWidthUnit, "a kernel for each width");
   switch (args.shape.width / kClusterWidthUnit) {
     case 1:
@@ -68,7 +68,7 @@ void launch_width(ClusterStepArgs& args, int device, cudaStream_t on) {
 
 }  // namespace
 
-void cluster_step(ClusterStepArgs& args, int device, void* stream) {
+void cluster_decode(ClusterDecodeArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
   args.shape.gates == 2 ? launch_width<MinGruCell>(args, device, on)

@@ -9,7 +9,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 constexpr int kComputingThreads = kComputingWarps * 32;
 
@@ -20,20 +20,22 @@ struct Arrivals {
 
 // A block's view of it, in a computing thread.
 template <int kTiles, int kWidth>
-class Exchange {
+class DsmemExchange {
  protected:
   static constexpr int kTokens = kTiles * 8;
   static constexpr int kOwn = kWidth / kClusterBlocks;  // channels of the residual stream
 
-  __device__ __forceinline__ Exchange(const ClusterStepArgs& args, unsigned char* memory,
-                                      Arrivals& arrivals)
+  __device__ __forceinline__ DsmemExchange(const ClusterDecodeArgs& args, unsigned char* memory,
+                                           Arrivals& arrivals)
       : shape_(args.shape),
         at_(args.shape, kTokens),
         memory_(memory),
         rank_(static_cast<int>(rank_in_cluster())),
         arrivals_(arrivals) {}
 
-  __device__ __forceinline__ static void meet_all() { meet(1, kComputingThreads); }
+  __device__ __forceinline__ static void sync_computing_warps() {
+    named_barrier_sync(1, kComputingThreads);
+  }
   // The place of a token's sum in a row of them, so that neighbouring rows lie in different banks.
   __device__ __forceinline__ static int column(int row, int token) {
     if (kTiles == 4) return token ^ row % 4 * 8;
@@ -52,7 +54,7 @@ class Exchange {
     if (!convolved && streamed_ == sent_) return;
     std::uint64_t& barrier = convolved ? arrivals_.convolved : arrivals_.streamed;
     expect(barrier, (kClusterBlocks - 1) * kOwn * kTokens * 2);
-    wait_barrier(barrier, (convolved ? convolved_ : streamed_) % 2);
+    mbarrier_wait(barrier, (convolved ? convolved_ : streamed_) % 2);
     convolved ? ++convolved_ : ++streamed_;
   }
   // This block's channels of the stream, or of what comes out of a convolution.
@@ -68,16 +70,16 @@ class Exchange {
   // Where a row's sums are written: for a block among those for the others, its own at once.
   __device__ __forceinline__ float* sums_of(int row) const {
     const bool own = static_cast<unsigned>(row - rank_ * kOwn) < static_cast<unsigned>(kOwn);
-    return floats(own ? at_.inbox : at_.outbox) + row * kTokens;
+    return floats(own ? at_.incoming : at_.outgoing) + row * kTokens;
   }
   __device__ __forceinline__ void send_sums() {
     constexpr int kBytes = kOwn * kTokens * 4;
-    send(memory_ + at_.inbox + rank_ * kBytes, memory_ + at_.outbox, kBytes, kBytes,
+    send(memory_ + at_.incoming + rank_ * kBytes, memory_ + at_.outgoing, kBytes, kBytes,
          arrivals_.summed);
   }
   __device__ __forceinline__ void await_sums() const {
     expect(arrivals_.summed, (kClusterBlocks - 1) * kOwn * kTokens * 4);
-    wait_barrier(arrivals_.summed, sums_ % 2);
+    mbarrier_wait(arrivals_.summed, sums_ % 2);
   }
   __device__ __forceinline__ void sums_are_read() { ++sums_; }
 
@@ -88,22 +90,22 @@ class Exchange {
 
  private:
   __device__ __forceinline__ void expect(std::uint64_t& barrier, int bytes) const {
-    if (threadIdx.x == 0) arrive_expecting(barrier, static_cast<unsigned>(bytes));
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, static_cast<unsigned>(bytes));
   }
   // A copy to every other block of what all threads have written: so many bytes, each block's that
   // much further on.
   __device__ __forceinline__ void send(unsigned char* to, const unsigned char* from, int stride,
                                        int bytes, std::uint64_t& barrier) {
-    fence_for_copies();
-    meet_all();
+    fence_proxy_async();
+    sync_computing_warps();
     if (!met_) wait_for_cluster();  // the other blocks have set their barriers up
     met_ = true;
     delay(16, 3000);
     if (threadIdx.x % 32 == 0) {  // a thread of each warp, for those of one would take turns
       for (int n = 1 + threadIdx.x / 32; n < kClusterBlocks; n += kComputingWarps) {
         const int block = (rank_ + n) % kClusterBlocks;
-        copy_to_block(static_cast<unsigned>(block), to, from + block * stride,
-                      static_cast<unsigned>(bytes), barrier);
+        tma_copy_to_block(static_cast<unsigned>(block), to, from + block * stride,
+                          static_cast<unsigned>(bytes), barrier);
       }
     }
     __syncwarp();
@@ -114,6 +116,6 @@ class Exchange {
   bool met_ = false;
 };
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

@@ -15,11 +15,11 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 template <template <class> class CellOf, int kTiles, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
-    cluster_step_kernel(const __grid_constant__ ClusterStepArgs args) {
+    cluster_decode_kernel(const __grid_constant__ ClusterDecodeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kTokens = kTiles * 8;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (threadIdx.x < kPairs) init(rings[threadIdx.x], args.stages);
   if (threadIdx.x == 0) {
-    init_barrier(arrivals.streamed, 1);
-    init_barrier(arrivals.convolved, 1);
-    init_barrier(arrivals.summed, 1);
+    mbarrier_init(arrivals.streamed, 1);
+    mbarrier_init(arrivals.convolved, 1);
+    mbarrier_init(arrivals.summed, 1);
   }
-  fence_barriers();
+  fence_mbarrier_init();
   __syncthreads();
-  let_next_kernel_start();
+  pdl_launch_dependents();
   arrive_at_cluster();
   if (warp == kComputingWarps) {
     fill(args, rings, memory + ClusterLayout(args.shape, kTokens).ring, rank_in_cluster());
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       sequences.slots[threadIdx.x] = slot < args.num_slots ? slot : -1;
       sequences.ids[threadIdx.x] = id < args.ids ? id : -1;
     }
-    meet(1, kComputingThreads);
+    named_barrier_sync(1, kComputingThreads);
     Step<CellOf, kTiles, kWidth>(args, memory, rings, arrivals, sequences).run();
   }
   // The others' shared memory must be there while something is on its way to them, so nobody leaves
@@ -60,6 +60,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

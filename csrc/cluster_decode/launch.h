@@ -9,7 +9,7 @@ namespace minserve {
 namespace cuda {
 
 // Enqueued on the stream. Sets `stages`.
-void cluster_step(ClusterStepArgs& args, int device, void* stream);
+void cluster_decode(ClusterDecodeArgs& args, int device, void* stream);
 
 }  // namespace cuda
 #endif

@@ -4,8 +4,8 @@
 
 namespace minserve {
 
-std::string cluster_step_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
-                                 std::int64_t hidden, std::int64_t taps) {
+std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
+                                   std::int64_t hidden, std::int64_t taps) {
   constexpr std::int64_t kUnit = 16 * kClusterBlocks, kMostChannels = 1 << 16;
   std::ostringstream why;
   if (layers < 1 || layers > kMostClusterLayers) {

@@ -11,7 +11,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 constexpr int kGranule = 128;  // bytes
 
@@ -43,14 +43,14 @@ struct Sums {
 
   __device__ __forceinline__ void add(int step, int i, const uint4& weights, unsigned low,
                                       unsigned high) {
-    whole::multiply_step(of[i][step % kChains], weights, low, high);
+    persistent::mma_bf16(of[i][step % kChains], weights, low, high);
   }
   // Products come before what follows.
   __device__ __forceinline__ void are_there() {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-      for (float (&chain)[4] : of[i]) sums_are_there(chain);
+      for (float (&chain)[4] : of[i]) fence_operands(chain);
     }
   }
   __device__ __forceinline__ float operator()(int i, int k) const {
@@ -90,7 +90,8 @@ __device__ __forceinline__ void multiply_rows(Chunks& chunks, int rows, std::uin
       for (int n = 0; n < kHeld; ++n) {
         const std::uint32_t at = chunks.next() + half * (kSteps * kTileBytes);
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) weights[n][k] = whole::load_shared(at + k * kTileBytes);
+        for (int k = 0; k < kSteps; ++k)
+          weights[n][k] = persistent::load_shared(at + k * kTileBytes);
       }
       ready();
 #pragma unroll
@@ -116,8 +117,8 @@ __device__ __forceinline__ void multiply_rows(Chunks& chunks, int rows, std::uin
 // inputs, so many steps of 16, at `inputs`; calls ready() before it reads them, and leave(first
 // row, sums) for each tile of rows.
 template <int kTiles, int kWidth, class Ready, class Leave>
-__device__ __forceinline__ void multiply_part(Chunks& chunks, int steps, std::uint32_t inputs,
-                                              Ready ready, Leave leave) {
+__device__ __forceinline__ void multiply_split_k(Chunks& chunks, int steps, std::uint32_t inputs,
+                                                 Ready ready, Leave leave) {
   constexpr int kEach = ClusterShape{kWidth}.tiles_of_warp();
   constexpr int kSteps = ClusterShape{kWidth}.steps_of_chunk();
   const int warp = threadIdx.x / 32;
@@ -130,7 +131,7 @@ __device__ __forceinline__ void multiply_part(Chunks& chunks, int steps, std::ui
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int m = 0; m < kEach; ++m) {
-        weights[k][m] = whole::load_shared(at + (k * kEach + m) * 2 * kTileBytes);
+        weights[k][m] = persistent::load_shared(at + (k * kEach + m) * 2 * kTileBytes);
       }
     }
   };
@@ -148,14 +149,14 @@ __device__ __forceinline__ void multiply_part(Chunks& chunks, int steps, std::ui
         const unsigned high = load_word(x + (kTiles + i) * kGranule);
 #pragma unroll
         for (int m = 0; m < kEach; ++m) {
-          whole::multiply_step(sums[m][i], weights[k][m], low, high);
+          persistent::mma_bf16(sums[m][i], weights[k][m], low, high);
         }
       }
     }
 #pragma unroll
     for (int m = 0; m < kEach; ++m) {
 #pragma unroll
-      for (float (&four)[4] : sums[m]) sums_are_there(four);
+      for (float (&four)[4] : sums[m]) fence_operands(four);
     }
     chunks.release();
   }
@@ -166,6 +167,6 @@ __device__ __forceinline__ void multiply_part(Chunks& chunks, int steps, std::ui
   }
 }
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

@@ -56,7 +56,7 @@ class LayerVectors {
 };
 
 void read_plan(const Check& check, const std::vector<Tensor>& vectors, const Tensor& plan,
-               ClusterStepArgs& args) {
+               ClusterDecodeArgs& args) {
   check.require(plan.is_cpu() && plan.scalar_type() == ScalarType::Long && plan.dim() == 2 &&
                     plan.size(1) == kFields && plan.is_contiguous() && plan.size(0) >= 1 &&
                     plan.size(0) <= kMostClusterLayers,
@@ -70,14 +70,14 @@ void read_plan(const Check& check, const std::vector<Tensor>& vectors, const Ten
 
 }  // namespace
 
-Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tensor& weights,
-                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
-                    const std::vector<Tensor>& vectors, const Tensor& plan, const Tensor& cell,
-                    const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
-                    std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates) {
+Tensor cluster_decode(const Tensor& tokens, const Tensor& slots_given, const Tensor& weights,
+                      const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                      const std::vector<Tensor>& vectors, const Tensor& plan, const Tensor& cell,
+                      const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
+                      std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates) {
   const Check check("cluster_step", tokens, "tokens");
   require_hopper(check, tokens);
-  ClusterStepArgs args;
+  ClusterDecodeArgs args;
   check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[batch], int32");
   const std::int64_t batch = tokens.size(0);
   check.tensor(slots_given, "slots", ScalarType::Int, {batch}, "[batch], int32");
@@ -109,7 +109,7 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
     args.conv_tap_stride = conv->stride(2);
   }
   const std::string refusal =
-      cluster_step_refusal(plan.size(0), width, inner, hidden, conv ? conv->size(2) + 1 : 0);
+      cluster_decode_refusal(plan.size(0), width, inner, hidden, conv ? conv->size(2) + 1 : 0);
   check.require(refusal.empty(), refusal);
   check.require(vocabulary >= 0 && vocabulary <= (1 << 20), "vocabulary must be 0 to ", 1 << 20,
                 ", got ", vocabulary);
@@ -159,7 +159,7 @@ Tensor cluster_step(const Tensor& tokens, const Tensor& slots_given, const Tenso
   } else {
     args.logits = static_cast<float*>(result.mutable_data_ptr());
   }
-  cuda::cluster_step(args, tokens.get_device_index(), current_stream(tokens));
+  cuda::cluster_decode(args, tokens.get_device_index(), current_stream(tokens));
   return result;
 }
 

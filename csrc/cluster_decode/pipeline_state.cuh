@@ -1,15 +1,18 @@
-// A place in a ring of stages, and how often it has been gone round.
+// A stage of a ring whose length is known when the kernel runs, and how often the ring has been
+// gone round.
 #pragma once
 
 namespace minserve {
 namespace cuda {
+namespace cluster {
 
-struct Place {
-  int slot = 0, turn = 0;
-  __device__ __forceinline__ void go_on(int stages) {
-    if (++slot == stages) slot = 0, ++turn;
+struct PipelineState {
+  int slot = 0, round = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++slot == stages) slot = 0, ++round;
   }
 };
 
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

@@ -8,17 +8,17 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 template <template <class> class CellOf, int kTiles, int kWidth>
-class Step : Stream<kTiles, kWidth> {
-  using Base = Stream<kTiles, kWidth>;
+class Step : ResidualStream<kTiles, kWidth> {
+  using Base = ResidualStream<kTiles, kWidth>;
   using Base::args_, Base::at_, Base::memory_, Base::rank_, Base::sequences_, Base::shape_;
   using Base::kOwn, Base::kTokens;
   static constexpr int kGates = CellOf<float>::kInputs, kGateRows = divided_up_by(kGates, 2);
 
  public:
-  __device__ __forceinline__ Step(const ClusterStepArgs& args, unsigned char* memory,
+  __device__ __forceinline__ Step(const ClusterDecodeArgs& args, unsigned char* memory,
                                   Ring (&rings)[kPairs], Arrivals& arrivals,
                                   const Sequences<kTiles * 8>& sequences)
       : Base(args, memory, arrivals, sequences),
@@ -39,7 +39,7 @@ class Step : Stream<kTiles, kWidth> {
       if (kind == Kind::head) break;
       const void* bias = layer.mix_bias;
       if (kind == Kind::mix) {
-        this->meet_all();  // its sums are all written
+        this->sync_computing_warps();  // its sums are all written
       } else {
         const bool gates = kind == Kind::gates;
         multiply_own(gates ? at_.state : at_.hidden,
@@ -75,8 +75,9 @@ class Step : Stream<kTiles, kWidth> {
 
   // Sums over this block's channels at `inputs`, for all blocks.
   __device__ __forceinline__ void multiply_own(int inputs, int steps) {
-    multiply_part<kTiles, kWidth>(
-        chunks_, steps, this->address(inputs), [&] { this->meet_all(); },  // they are all written
+    multiply_split_k<kTiles, kWidth>(
+        chunks_, steps, this->address(inputs),
+        [&] { this->sync_computing_warps(); },  // they are all written
         [&](int first, const float (&sums)[kTiles][4]) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -131,17 +132,17 @@ class Step : Stream<kTiles, kWidth> {
       multiply_rows<kTiles, kWidth, kGateRows>(chunks_, rows, inputs, ready, sums, squares);
       next = beside(kind, layer, number, unit + kPairs, units);
       delay(16, 3000);
-      if (unit != share.pair) meet_pair();  // what was told before has been heard
+      if (unit != share.pair) sync_pair();  // what was told before has been heard
       const Own own = share_out(sums, squares, kind != Kind::mix);
       if (gates) {
         step(unit, here, own);
       } else {
-        finish(kind, unit, here, own);
+        epilogue(kind, unit, here, own);
       }
     }
     ready();
   }
-  __device__ __forceinline__ static void meet_pair() { meet(2 + Share().pair, 64); }
+  __device__ __forceinline__ static void sync_pair() { named_barrier_sync(2 + Share().pair, 64); }
 
   // The warps of a pair tell each other their sums of the other's tokens.
   __device__ __forceinline__ Own share_out(const Sums<kTiles> (&sums)[kGateRows],
@@ -150,7 +151,7 @@ class Step : Stream<kTiles, kWidth> {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool odd = warp % 2 != 0;
     const auto told = [&](int from) {
-      return this->floats(at_.outbox) + from * (kTiles * kEach * 32) + lane;
+      return this->floats(at_.outgoing) + from * (kTiles * kEach * 32) + lane;
     };
     float* mine = told(warp);
 #pragma unroll
@@ -162,7 +163,7 @@ class Step : Stream<kTiles, kWidth> {
         mine[(i * kEach + 1 + n) * 32] = odd ? row(i, n % 2 * 2) : row(i, n % 2 * 2 + 1);
       }
     }
-    meet_pair();
+    sync_pair();
     const float* other = told(warp ^ 1);
     const int diagonal = (lane % 4 * 2 + odd) * 4 + lane % 4;
     Own own;
@@ -259,9 +260,10 @@ class Step : Stream<kTiles, kWidth> {
     }
   }
 
-  // Of all else: GELU of an MLP's upper half; sums for the inbox of what has come out of a
+  // Of all else: GELU of an MLP's upper half; sums for the incoming of what has come out of a
   // convolution; logits.
-  __device__ __forceinline__ void finish(Kind kind, int unit, const Beside& here, const Own& own) {
+  __device__ __forceinline__ void epilogue(Kind kind, int unit, const Beside& here,
+                                           const Own& own) {
     const int row = unit * 16 + row_of_lane(), channel = channel_of(kind, unit);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -273,7 +275,8 @@ class Step : Stream<kTiles, kWidth> {
           keep(at_.hidden, row + below, token, gelu(y));
         } else if (kind == Kind::mix) {
           if (row + below < kOwn) {
-            this->floats(at_.inbox)[(row + below) * kTokens + this->column(row + below, token)] = y;
+            this->floats(at_.incoming)[(row + below) * kTokens + this->column(row + below, token)] =
+                y;
           }
         } else if (channel + below < shape_.vocabulary && first_token() + token < args_.batch) {
           args_.logits[static_cast<std::int64_t>(first_token() + token) * shape_.vocabulary +
@@ -286,6 +289,6 @@ class Step : Stream<kTiles, kWidth> {
   Chunks chunks_;
 };
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

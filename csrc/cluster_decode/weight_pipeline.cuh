@@ -9,7 +9,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 constexpr int kThreads = (kComputingWarps + 1) * 32;
 constexpr int kMostStages = 16;
@@ -20,13 +20,13 @@ struct Ring {
 
 __device__ __forceinline__ void init(Ring& ring, int stages) {
   for (int i = 0; i < stages; ++i) {
-    init_barrier(ring.full[i], 1);
-    init_barrier(ring.empty[i], 2);
+    mbarrier_init(ring.full[i], 1);
+    mbarrier_init(ring.empty[i], 2);
   }
 }
 
 // A lane's pair of warps gets all chunks of its stream, one after another.
-__device__ __forceinline__ void fill(const ClusterStepArgs& args, Ring (&rings)[kPairs],
+__device__ __forceinline__ void fill(const ClusterDecodeArgs& args, Ring (&rings)[kPairs],
                                      unsigned char* memory, unsigned rank) {
   const int pair = threadIdx.x % 32, last = args.layers * ClusterShape::kRuns;
   if (pair >= kPairs) return;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void fill(const ClusterStepArgs& args, Ring (&rings)[
   memory += pair * args.stages * kChunkBytes;
   const auto* from =
       static_cast<const unsigned char*>(args.weights) + (rank * kPairs + pair) * args.stream_bytes;
-  Place at;
+  PipelineState at;
   Run run = {};
   int next = 0;  // number of the run that comes after it
   while (true) {
@@ -45,25 +45,25 @@ __device__ __forceinline__ void fill(const ClusterStepArgs& args, Ring (&rings)[
     }
     if (run.tiles == 0) return;
     // No lane may hold the others up.
-    if (at.turn > 0 && !barrier_passed(ring.empty[at.slot], (at.turn - 1) % 2)) {
+    if (at.round > 0 && !mbarrier_test_wait(ring.empty[at.slot], (at.round - 1) % 2)) {
       __nanosleep(20);
       continue;
     }
     const int tiles = min(run.tiles, run.of_chunk);
     const unsigned bytes = static_cast<unsigned>(tiles * kTileBytes);
     delay(64, 4000);
-    arrive_expecting(ring.full[at.slot], bytes);
-    copy_bytes(memory + at.slot * kChunkBytes, from, bytes, ring.full[at.slot]);
+    mbarrier_arrive_expect_tx(ring.full[at.slot], bytes);
+    tma_load_bytes(memory + at.slot * kChunkBytes, from, bytes, ring.full[at.slot]);
     from += bytes;
     run.tiles -= tiles;
-    at.go_on(args.stages);
+    at.advance(args.stages);
   }
 }
 
 // A computing warp's way through its pair's chunks.
 class Chunks {
  public:
-  __device__ __forceinline__ Chunks(const ClusterStepArgs& args, Ring& ring,
+  __device__ __forceinline__ Chunks(const ClusterDecodeArgs& args, Ring& ring,
                                     const unsigned char* memory)
       : ring_(ring),
         memory_(shared_address(memory) + threadIdx.x % 32 * 16),
@@ -71,16 +71,16 @@ class Chunks {
 
   // Where this lane's sixteen bytes of each tile of the next chunk are, once they are there.
   __device__ __forceinline__ std::uint32_t next() {
-    wait_barrier(ring_.full[at_.slot], at_.turn % 2);
+    mbarrier_wait(ring_.full[at_.slot], at_.round % 2);
     const std::uint32_t found = memory_ + at_.slot * kChunkBytes;
-    at_.go_on(stages_);
+    at_.advance(stages_);
     return found;
   }
   // The warp has multiplied the chunk before those it still has: what has only been loaded may not
   // have arrived yet.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(ring_.empty[released_]);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty[released_]);
     if (++released_ == stages_) released_ = 0;
   }
 
@@ -88,9 +88,9 @@ class Chunks {
   Ring& ring_;
   std::uint32_t memory_;
   int stages_, released_ = 0;
-  Place at_;
+  PipelineState at_;
 };
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

@@ -7,7 +7,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace clustered {
+namespace cluster {
 
 // The sequences of a cluster, -1 for none: their rows of the state and tokens.
 template <int kTokens>
@@ -16,13 +16,14 @@ struct Sequences {
 };
 
 template <int kTiles, int kWidth>
-class Stream : protected Exchange<kTiles, kWidth> {
+class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
  protected:
-  using Base = Exchange<kTiles, kWidth>;
+  using Base = DsmemExchange<kTiles, kWidth>;
   using Base::at_, Base::memory_, Base::rank_, Base::shape_, Base::kTokens, Base::kOwn;
 
-  __device__ __forceinline__ Stream(const ClusterStepArgs& args, unsigned char* memory,
-                                    Arrivals& arrivals, const Sequences<kTiles * 8>& sequences)
+  __device__ __forceinline__ ResidualStream(const ClusterDecodeArgs& args, unsigned char* memory,
+                                            Arrivals& arrivals,
+                                            const Sequences<kTiles * 8>& sequences)
       : Base(args, memory, arrivals), args_(args), sequences_(sequences) {}
 
   // Calls f(number, channel, token) for the pairs of this thread. Four neighbouring threads have
@@ -40,7 +41,7 @@ class Stream : protected Exchange<kTiles, kWidth> {
   }
 
   // The convolution of a layer, for a pair of this block's channels.
-  using Convolved = whole::Convolution<kMostClusterTaps>;
+  using Convolved = persistent::Convolution<kMostClusterTaps>;
   __device__ __forceinline__ Convolved convolution_of(int layer, int channel, int token) const {
     const int of_all = rank_ * kOwn + channel;
     float* row = args_.conv + layer * args_.conv_layer_stride +
@@ -71,7 +72,7 @@ class Stream : protected Exchange<kTiles, kWidth> {
       if (convolved) {
         Convolved convolution = convolution_of(0, channel, token);
         put(true, channel, token,
-            convolution.step(whole::numbers(pair), sequences_.slots[token] >= 0));
+            convolution.step(persistent::numbers(pair), sequences_.slots[token] >= 0));
       }
     });
     if (convolved) return this->send_channels(true);
@@ -84,13 +85,13 @@ class Stream : protected Exchange<kTiles, kWidth> {
       *reinterpret_cast<uint4*>(memory_ + at_.stream + place_of_pair<kTiles>(channel, token)) =
           eight;
     }
-    this->meet_all();
+    this->sync_computing_warps();
   }
 
-  // Adds the inbox's sums, of so many blocks, and the bias to this block's channels, and sends them
-  // to the others: through the convolution of a layer, or (-1) as they are.
+  // Adds the incoming's sums, of so many blocks, and the bias to this block's channels, and sends
+  // them to the others: through the convolution of a layer, or (-1) as they are.
   __device__ __forceinline__ void add(int sources, const void* bias, int layer) {
-    const float* inbox = this->floats(at_.inbox);
+    const float* incoming = this->floats(at_.incoming);
     const int stride = kOwn * kTokens;
     const bool convolved = layer >= 0;
     each_own_pair([&](int number, int channel, int token) {
@@ -103,8 +104,8 @@ class Stream : protected Exchange<kTiles, kWidth> {
       Convolved convolution;
       if (convolved) convolution = convolution_of(layer, channel, token);
       if (sources > 1 && number == static_cast<int>(threadIdx.x)) this->await_sums();
-      const float* low = inbox + channel * kTokens + this->column(channel, token);
-      const float* high = inbox + (channel + 1) * kTokens + this->column(channel + 1, token);
+      const float* low = incoming + channel * kTokens + this->column(channel, token);
+      const float* high = incoming + (channel + 1) * kTokens + this->column(channel + 1, token);
       float2 sum = {low[0], high[0]};
 #pragma unroll 1
       for (int source = 1; source < sources; source += 5) {
@@ -114,11 +115,11 @@ class Stream : protected Exchange<kTiles, kWidth> {
           sum.x += *low, sum.y += *high;
         }
       }
-      const float2 shift = whole::numbers(more);
+      const float2 shift = persistent::numbers(more);
       unsigned& pair = own_pair(number);
-      const float2 before = whole::numbers(pair);
+      const float2 before = persistent::numbers(pair);
       pair = rounded(sum.x + shift.x + before.x, sum.y + shift.y + before.y, bf16{});
-      float2 x = whole::numbers(pair);
+      float2 x = persistent::numbers(pair);
       if (convolved) x = convolution.step(x, sequences_.slots[token] >= 0);
       put(convolved, channel, token, x);
     });
@@ -146,7 +147,7 @@ class Stream : protected Exchange<kTiles, kWidth> {
                                                    place_of_pair<kTiles>(unit * 8, token));
       }
       for (const unsigned pair : {units[i].x, units[i].y, units[i].z, units[i].w}) {
-        const float2 x = whole::numbers(pair);
+        const float2 x = persistent::numbers(pair);
         squares += x.x * x.x + x.y * x.y;
       }
     }
@@ -161,7 +162,8 @@ class Stream : protected Exchange<kTiles, kWidth> {
       const int channel = (i * 32 + lane) * 8;
       if (channel >= kWidth) continue;
       const auto normed = [&](unsigned pair, int at) {
-        const float2 x = whole::numbers(pair), norm = whole::load_pair(args_.norm, channel + at);
+        const float2 x = persistent::numbers(pair),
+                     norm = persistent::load_pair(args_.norm, channel + at);
         return rounded(x.x * scale * norm.x, x.y * scale * norm.y, bf16{});
       };
       *reinterpret_cast<uint4*>(hidden + channel) = {normed(units[i].x, 0), normed(units[i].y, 2),
@@ -169,10 +171,10 @@ class Stream : protected Exchange<kTiles, kWidth> {
     }
   }
 
-  const ClusterStepArgs& args_;
+  const ClusterDecodeArgs& args_;
   const Sequences<kTiles * 8>& sequences_;
 };
 
-}  // namespace clustered
+}  // namespace cluster
 }  // namespace cuda
 }  // namespace minserve

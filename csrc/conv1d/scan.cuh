@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     conv_scan_kernel(const __grid_constant__ ConvArgs args, const int run) {
   const Layout& lay = args.layout;
   const std::int64_t c = thread_of_group() * kVec, begin = row_group() * run;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (begin >= lay.tokens) return;
   const int first = static_cast<int>(begin), tokens = static_cast<int>(lay.tokens);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     conv_keep_kernel(const __grid_constant__ ConvArgs args) {
   const Layout& lay = args.layout;
   const std::int64_t c = thread_of_group() * kVec, s = row_group();
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (s >= lay.sequences) return;
   const Span span = span_of(lay, static_cast<int>(s));

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     conv_step_kernel(const __grid_constant__ ConvArgs args) {
   const Layout& lay = args.layout;
   const std::int64_t first = row_group() * kRows, c = thread_of_group() * kVec;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (first >= lay.tokens || c >= lay.channels) return;
 

@@ -5,7 +5,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 __device__ __forceinline__ float2 numbers(unsigned pair) {
   return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
@@ -55,6 +55,6 @@ class Convolution {
   std::int64_t stride_;
 };
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

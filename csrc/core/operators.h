@@ -63,16 +63,17 @@ Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan
 
 // Of the kernels for Hopper, what every build knows: which models they take.
 std::int64_t linear_one_part_rows();
-std::tuple<std::int64_t, std::string> whole_step_most_rows(const Tensor& plan,
-                                                           std::int64_t weight_type,
-                                                           std::int64_t gates, bool fixed_order,
-                                                           std::int64_t multiprocessors);
-std::string cluster_step_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
-                                 std::int64_t hidden, std::int64_t taps);
+std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& plan,
+                                                                  std::int64_t weight_type,
+                                                                  std::int64_t gates,
+                                                                  bool batch_invariant,
+                                                                  std::int64_t multiprocessors);
+std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
+                                   std::int64_t hidden, std::int64_t taps);
 
 #ifdef MINSERVE_CUDA
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order);
+                  const MaybeTensor& bias, bool gelu, bool logits, bool batch_invariant);
 Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, std::int64_t vocabulary);
 void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
@@ -80,10 +81,10 @@ void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
                const Tensor& out, const Tensor& stop_ids);
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
-                   bool linear_candidate, bool normalize_gates, bool fixed_order);
+                   bool linear_candidate, bool normalize_gates, bool batch_invariant);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& norm_weight, bool batch_invariant,
                                            const MaybeTensor& ahead, bool squares);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight, bool squares);
@@ -96,17 +97,18 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
 Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
              bool add);
-void whole_step_map(const Tensor& weight, const Tensor& map);
-Tensor whole_step(const Tensor& tokens, const Tensor& slots, const std::vector<Tensor>& tensors,
-                  const Tensor& maps, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv, const Tensor& exchange, const Tensor& ended,
-                  std::int64_t weight_type, std::int64_t gates, double eps, bool linear_candidate,
-                  bool normalize_gates, bool fixed_order);
-Tensor cluster_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
-                    const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
-                    const std::vector<Tensor>& tensors, const Tensor& plan, const Tensor& cell,
-                    const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
-                    std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
+void persistent_decode_map(const Tensor& weight, const Tensor& map);
+Tensor persistent_decode(const Tensor& tokens, const Tensor& slots,
+                         const std::vector<Tensor>& tensors, const Tensor& maps, const Tensor& plan,
+                         const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
+                         const Tensor& ended, std::int64_t weight_type, std::int64_t gates,
+                         double eps, bool linear_candidate, bool normalize_gates,
+                         bool batch_invariant);
+Tensor cluster_decode(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
+                      const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
+                      const std::vector<Tensor>& tensors, const Tensor& plan, const Tensor& cell,
+                      const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
+                      std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
 #endif
 
 }  // namespace minserve

@@ -11,30 +11,30 @@
 namespace minserve {
 namespace cuda {
 
-constexpr int kEight = 8;  // channels of two bytes in one access
-constexpr int kHeld = 2;   // of them, that a thread of a GELU takes at once
+constexpr int kVector = 8;  // channels of two bytes in one access
+constexpr int kHeld = 2;    // of them, that a thread of a GELU takes at once
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kThreadsAtOnce = 1024;  // of a multiprocessor, with a GELU's registers
 constexpr unsigned kFewestThreads = 96;    // of a GELU
 constexpr int kStepRegisters = 48;  // of a step's threads: eight rows of 1,152 channels at once
 
-using Eight = Channels<bf16, kEight>;
+using Vector = Channels<bf16, kVector>;
 
 // What a thread takes of a row first, and from one turn to the next.
-__device__ __forceinline__ std::int64_t first_eight() {
-  return static_cast<std::int64_t>(threadIdx.x) * kEight;
+__device__ __forceinline__ std::int64_t first_vector() {
+  return static_cast<std::int64_t>(threadIdx.x) * kVector;
 }
-__device__ __forceinline__ std::int64_t eights_stride() {
-  return static_cast<std::int64_t>(blockDim.x) * kEight;
+__device__ __forceinline__ std::int64_t vector_stride() {
+  return static_cast<std::int64_t>(blockDim.x) * kVector;
 }
 
 // A pre-activation, rounded to what a product that had bias and norm would be written in.
-__device__ __forceinline__ void divide(const bf16* bias, float scale, Eight& y) {
-  Eight add;
+__device__ __forceinline__ void divide(const bf16* bias, float scale, Vector& y) {
+  Vector add;
   if (bias) add.load(bias);
-  float pre[kEight];
+  float pre[kVector];
 #pragma unroll
-  for (int i = 0; i < kEight; ++i) pre[i] = fmaf(y[i], scale, add[i]);
+  for (int i = 0; i < kVector; ++i) pre[i] = fmaf(y[i], scale, add[i]);
   y.set(pre);
 }
 
@@ -42,32 +42,32 @@ __device__ __forceinline__ void divide(const bf16* bias, float scale, Eight& y) 
 struct Stream {
   const NormedArgs& args;
   bf16* const x;
-  Eight first;  // of this thread's turns
+  Vector first;  // of this thread's turns
 
   __device__ __forceinline__ Stream(const NormedArgs& of, std::int64_t row)
       : args(of), x(of.x + row * of.width) {}
 
   __device__ __forceinline__ void ask() {
-    if (first_eight() < args.width) first.load(x + first_eight());
+    if (first_vector() < args.width) first.load(x + first_vector());
   }
   // One over its root mean square; then it has what the next product's bias adds to it.
   __device__ __forceinline__ float divide_and_add(Block::Shared& shared) {
     float sum = 0.0f;
-    for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
-      Eight own = first;
-      if (at != first_eight()) own.load(x + at);
+    for (std::int64_t at = first_vector(); at < args.width; at += vector_stride()) {
+      Vector own = first;
+      if (at != first_vector()) own.load(x + at);
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) sum = fmaf(own[i], own[i], sum);
+      for (int i = 0; i < kVector; ++i) sum = fmaf(own[i], own[i], sum);
     }
     sum = Block(shared).all(sum, 0.0f, [](float a, float b) { return a + b; });
     if (args.ahead) {  // by whoever has read it, and nobody else does
-      for (std::int64_t at = first_eight(); at < args.width; at += eights_stride()) {
-        Eight own = first, bias;
-        if (at != first_eight()) own.load(x + at);
+      for (std::int64_t at = first_vector(); at < args.width; at += vector_stride()) {
+        Vector own = first, bias;
+        if (at != first_vector()) own.load(x + at);
         bias.load(args.ahead + at);
-        float total[kEight];
+        float total[kVector];
 #pragma unroll
-        for (int i = 0; i < kEight; ++i) total[i] = own[i] + bias[i];
+        for (int i = 0; i < kVector; ++i) total[i] = own[i] + bias[i];
         own.set(total);
         own.store(x + at);
       }
@@ -76,42 +76,42 @@ struct Stream {
   }
 };
 
-// Two eights of a thread are on their way at once, so that half as many threads have as much to
+// Two vectors of a thread are on their way at once, so that half as many threads have as much to
 // wait for, and the blocks of a thousand rows run all at once.
 __global__ void __launch_bounds__(kMostThreads)
     normed_gelu_kernel(const __grid_constant__ NormedArgs args) {
   extern __shared__ uint4 memory[];
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.channels;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   Stream stream(args, row);
-  Eight held[kHeld];
+  Vector held[kHeld];
   const auto load = [&](std::int64_t at) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
-      const std::int64_t channel = at + n * eights_stride();
+      const std::int64_t channel = at + n * vector_stride();
       if (channel < args.channels) held[n].load(y + channel);
     }
   };
   wait_for_previous_kernel();
   stream.ask();
-  std::int64_t at = first_eight();
+  std::int64_t at = first_vector();
   load(at);
   const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
   while (at < args.channels) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
-      const std::int64_t channel = at + n * eights_stride();
+      const std::int64_t channel = at + n * vector_stride();
       if (channel >= args.channels) break;
-      Eight bias;
+      Vector bias;
       if (args.bias) bias.load(args.bias + channel);
-      float out[kEight];
+      float out[kVector];
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[i]));
+      for (int i = 0; i < kVector; ++i) out[i] = gelu(fmaf(held[n][i], scale, bias[i]));
       held[n].set(out);
       held[n].store(y + channel);
     }
-    at += kHeld * eights_stride();
+    at += kHeld * vector_stride();
     load(at);
   }
 }
@@ -123,15 +123,15 @@ __global__ void __maxnreg__(kStepRegisters)
   extern __shared__ uint4 memory[];
   const std::int64_t row = blockIdx.x;
   const bf16* const y = args.y + row * args.channels * Cell::kInputs;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   Stream stream(args, row);
-  Eight in[Cell::kInputs];
+  Vector in[Cell::kInputs];
   const auto load = [&](std::int64_t at) {
     if (at >= args.channels) return;
 #pragma unroll
     for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate].load(y + gate * args.channels + at);
   };
-  std::int64_t at = first_eight();
+  std::int64_t at = first_vector();
   wait_for_previous_kernel();
   const std::int64_t slot = args.slots[row];
   stream.ask();
@@ -139,17 +139,17 @@ __global__ void __maxnreg__(kStepRegisters)
   // Last, for these wait for their slot.
   const bool real = slot >= 0 && slot < args.num_slots;
   float* const row_of_state = args.state + (real ? slot * args.state_stride : 0);
-  Channels<float, kEight> state;
+  Channels<float, kVector> state;
   if (real && at < args.channels) state.load(row_of_state + at);
   const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
   while (at < args.channels) {
-    float h[kEight];
+    float h[kVector];
 #pragma unroll
     for (int gate = 0; gate < Cell::kInputs; ++gate) {
       divide(args.bias ? args.bias + gate * args.channels + at : nullptr, scale, in[gate]);
     }
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) {
+    for (int i = 0; i < kVector; ++i) {
       float element[Cell::kInputs];
 #pragma unroll
       for (int gate = 0; gate < Cell::kInputs; ++gate) element[gate] = in[gate][i];
@@ -160,10 +160,10 @@ __global__ void __maxnreg__(kStepRegisters)
       state.set(h);
       state.store(row_of_state + at);
     }
-    Eight out;
+    Vector out;
     out.set(h);
     out.store(args.out + row * args.channels + at);
-    at += eights_stride();
+    at += vector_stride();
     load(at);
     if (real && at < args.channels) state.load(row_of_state + at);
   }
@@ -174,32 +174,32 @@ __global__ void __launch_bounds__(kMostThreads)
   extern __shared__ uint4 memory[];
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.width;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   Stream stream(args, row);
-  Eight weight;
-  std::int64_t at = first_eight();
+  Vector weight;
+  std::int64_t at = first_vector();
   wait_for_previous_kernel();
   stream.ask();
   if (at < args.width) weight.load(args.weight + at);
   const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
-  Eight own = stream.first;
+  Vector own = stream.first;
   while (at < args.width) {
-    float out[kEight];
+    float out[kVector];
 #pragma unroll
-    for (int i = 0; i < kEight; ++i) out[i] = own[i] * scale * weight[i];
+    for (int i = 0; i < kVector; ++i) out[i] = own[i] * scale * weight[i];
     own.set(out);
     own.store(y + at);
-    at += eights_stride();
+    at += vector_stride();
     if (at >= args.width) break;
     own.load(stream.x + at);
     weight.load(args.weight + at);
   }
 }
 
-// Threads for each eight of the stream and for each `held` eights of the product.
+// Threads for each eight of the stream and for each `held` vectors of the product.
 inline unsigned normed_threads(const NormedArgs& args, int held) {
-  const std::int64_t eights = (args.channels + held * kEight - 1) / (held * kEight);
-  const std::int64_t most = eights > args.width / kEight ? eights : args.width / kEight;
+  const std::int64_t vectors = (args.channels + held * kVector - 1) / (held * kVector);
+  const std::int64_t most = vectors > args.width / kVector ? vectors : args.width / kVector;
   const std::int64_t threads = (most + kWarp - 1) / kWarp * kWarp;
   return static_cast<unsigned>(threads < kMostThreads ? threads : kMostThreads);
 }

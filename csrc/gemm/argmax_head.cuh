@@ -3,12 +3,12 @@
 // read again for one number.
 //
 // Here tokens are the rows of the tensor cores' products and rows of weights their columns, the
-// other way round than in small_batch_kernel.cuh: a thread has many logits of a token, so that it finds their
-// best without asking others. A block stays on its multiprocessor and takes tiles in turn; one
-// thread feeds a ring of stages, two warpgroups multiply, each all rows of weights by its tokens.
-// Sums of a row of weights are added up in the order of the inputs, whatever the number of tokens:
-// the logits are to the bit those of linear maps with sums in a fixed order, where these have the
-// inputs in one part.
+// other way round than in small_batch_kernel.cuh: a thread has many logits of a token, so that it
+// finds their best without asking others. A block stays on its multiprocessor and takes tiles in
+// turn; one thread feeds a ring of stages, two warpgroups multiply, each all rows of weights by its
+// tokens. Sums of a row of weights are added up in the order of the inputs, whatever the number of
+// tokens: the logits are to the bit those of linear maps with sums in a fixed order, where these
+// have the inputs in one part.
 #pragma once
 
 #include "../core/reduce/argmax_key.cuh"
@@ -24,9 +24,9 @@ namespace cuda {
 
 static_assert(kSquareRows == kStep, "squares come as the steps of a product do");
 
-struct BestShape {
+struct ArgmaxHeadShape {
   static constexpr int kGroups = 2;
-  static constexpr int kTokens = kGroups * kBlockRows, kColumns = kBestColumns;  // of a tile
+  static constexpr int kTokens = kGroups * kBlockRows, kColumns = kArgmaxColumns;  // of a tile
   static constexpr int kComputing = kGroups * kGroupThreads, kThreads = kComputing + 32;
   static constexpr int kInputBytes = kTokens * kStep * 2, kWeightBytes = kColumns * kStep * 2;
   static constexpr int kStageBytes = kInputBytes + kWeightBytes;
@@ -36,14 +36,14 @@ struct BestShape {
 
 // What a thread has of a warpgroup's product: of two tokens, `half` 0 and 1, columns 8 j and 8 j +
 // 1 from its first one on in sums 4 j + 2 half and the next.
-using BestSums = float[kBestColumns / 2];
+using ArgmaxHeadSums = float[kArgmaxColumns / 2];
 
-__device__ __forceinline__ std::uint64_t best_of_thread(const BestSums& sums, int half,
+__device__ __forceinline__ std::uint64_t best_of_thread(const ArgmaxHeadSums& sums, int half,
                                                         unsigned first) {
   float best = kImpossible;
   unsigned at = 0;
 #pragma unroll
-  for (int j = 0; j < kBestColumns / 8; ++j) {
+  for (int j = 0; j < kArgmaxColumns / 8; ++j) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       const float x = sums[4 * j + 2 * half + odd];
@@ -56,10 +56,10 @@ __device__ __forceinline__ std::uint64_t best_of_thread(const BestSums& sums, in
 
 // A warpgroup's part of a tile, whose sums are there: thread t has tokens t / 32 * 16 + t % 32 / 4
 // and the eighth one after it.
-struct BestTile {
-  using S = BestShape;
+struct ArgmaxHeadTile {
+  using S = ArgmaxHeadShape;
 
-  const BestArgs& args;
+  const ArgmaxHeadArgs& args;
   int first_token, first_column;  // of the warpgroup
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -74,7 +74,7 @@ struct BestTile {
   }
 
   // squares: of the thread's two tokens, where a norm's division was left.
-  __device__ __forceinline__ void finish(BestSums& sums, const float (&squares)[2]) const {
+  __device__ __forceinline__ void epilogue(ArgmaxHeadSums& sums, const float (&squares)[2]) const {
     if (args.squares) divide(sums, squares);
     if (args.bias) add_bias(sums);
     if (first_column + S::kColumns > args.vocabulary) leave_out_padding(sums);
@@ -83,13 +83,13 @@ struct BestTile {
 
  private:
   // Does not change which is the best, but by rounding, as which logits are equal depends on it.
-  __device__ __forceinline__ void divide(BestSums& sums, const float (&squares)[2]) const {
+  __device__ __forceinline__ void divide(ArgmaxHeadSums& sums, const float (&squares)[2]) const {
     const float scale[2] = {norm_scale_of(args, squares[0]), norm_scale_of(args, squares[1])};
 #pragma unroll
     for (int i = 0; i < S::kColumns / 2; ++i) sums[i] *= scale[i / 2 % 2];
   }
 
-  __device__ __forceinline__ void add_bias(BestSums& sums) const {
+  __device__ __forceinline__ void add_bias(ArgmaxHeadSums& sums) const {
 #pragma unroll
     for (int j = 0; j < S::kColumns / 8; ++j) {
       const int column = thread_column() + 8 * j;
@@ -102,7 +102,7 @@ struct BestTile {
   }
 
   // Rows of weights beyond the vocabulary.
-  __device__ __forceinline__ void leave_out_padding(BestSums& sums) const {
+  __device__ __forceinline__ void leave_out_padding(ArgmaxHeadSums& sums) const {
 #pragma unroll
     for (int j = 0; j < S::kColumns / 8; ++j) {
 #pragma unroll
@@ -112,7 +112,7 @@ struct BestTile {
     }
   }
 
-  __device__ __forceinline__ void write_bests(const BestSums& sums) const {
+  __device__ __forceinline__ void write_bests(const ArgmaxHeadSums& sums) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       std::uint64_t key = best_of_thread(sums, half, thread_column());
@@ -128,12 +128,12 @@ struct BestTile {
   }
 };
 
-__global__ void __launch_bounds__(BestShape::kThreads, 1)
-    best_kernel(const __grid_constant__ CUtensorMap weight_map,
-                const __grid_constant__ CUtensorMap input_map,
-                const __grid_constant__ BestArgs args) {
+__global__ void __launch_bounds__(ArgmaxHeadShape::kThreads, 1)
+    argmax_head_kernel(const __grid_constant__ CUtensorMap weight_map,
+                       const __grid_constant__ CUtensorMap input_map,
+                       const __grid_constant__ ArgmaxHeadArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = BestShape;
+  using S = ArgmaxHeadShape;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages];
@@ -145,32 +145,32 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
   const int first = blockIdx.x, stride = gridDim.x;
 
   using Stages = RingAddresses<S::kStageBytes>;
-  using At = Stage<S::kStages>;
+  using At = PipelineState<S::kStages>;
   const auto copy_weights = [&](const Stages& stages, int slot, int tile, int n) {
-    arrive_expecting(stages.full(slot), S::kStageBytes);
-    copy_box(stages.stage(slot) + S::kInputBytes, weight_map, n * kStep,
-             tile / pieces * S::kColumns, stages.full(slot));
+    mbarrier_arrive_expect_tx(stages.full(slot), S::kStageBytes);
+    tma_load_tile(stages.stage(slot) + S::kInputBytes, weight_map, n * kStep,
+                  tile / pieces * S::kColumns, stages.full(slot));
   };
   const auto copy_inputs = [&](const Stages& stages, int slot, int tile, int n) {
-    copy_box(stages.stage(slot), input_map, n * kStep, tile % pieces * S::kTokens,
-             stages.full(slot));
+    tma_load_tile(stages.stage(slot), input_map, n * kStep, tile % pieces * S::kTokens,
+                  stages.full(slot));
   };
   const int ahead = min(steps, S::kStages);
   // The thread that feeds the ring: weights are on their way before the block has met.
   if (threadIdx.x == S::kComputing) {
-    prefetch_map(weight_map);
+    prefetch_tensor_map(weight_map);
     for (int i = 0; i < S::kStages; ++i) {
-      init_barrier(full[i], 1);
-      init_barrier(empty[i], S::kComputing / 32);
+      mbarrier_init(full[i], 1);
+      mbarrier_init(empty[i], S::kComputing / 32);
     }
-    fence_barriers();
-    fence_for_copies();
+    fence_mbarrier_init();
+    fence_proxy_async();
     const Stages stages(full, empty, ring);
     for (int n = 0; n < ahead; ++n) copy_weights(stages, n, first, n);
-    prefetch_map(input_map);
+    prefetch_tensor_map(input_map);
   }
   __syncthreads();
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
 
   const Stages stages(full, empty, ring);
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
     for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll 1
       for (int n = tile == first ? ahead : 0; n < steps; ++n, ++at) {
-        if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+        if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
         copy_weights(stages, at.slot, tile, n);
         copy_inputs(stages, at.slot, tile, n);
       }
@@ -189,41 +189,41 @@ __global__ void __launch_bounds__(BestShape::kThreads, 1)
     return;
   }
   const int group = warp / 4;
-  const std::uint32_t own_rows = same_in_warp(group * kBlockRows * kStep * 2);
+  const std::uint32_t own_rows = warp_uniform(group * kBlockRows * kStep * 2);
   const auto release = [&](int slot) {
-    if (lane == 0) arrive(stages.empty(slot));
+    if (lane == 0) mbarrier_arrive(stages.empty(slot));
   };
-  BestSums sums;
+  ArgmaxHeadSums sums;
   At at;
   for (int tile = first; tile < tiles; tile += stride) {
-    const BestTile of{args, tile % pieces * S::kTokens + group * kBlockRows,
-                      tile / pieces * S::kColumns};
+    const ArgmaxHeadTile of{args, tile % pieces * S::kTokens + group * kBlockRows,
+                            tile / pieces * S::kColumns};
     float squares[2] = {0.0f, 0.0f};  // added up in their order
     int last = 0;
 #pragma unroll 1
     for (int n = 0; n < steps; ++n, ++at) {
       float next[2] = {0.0f, 0.0f};  // asked for while the step is multiplied
       if (args.squares) next[0] = of.squares_of(n, 0), next[1] = of.squares_of(n, 1);
-      wait_barrier(stages.full(at.slot), at.turn % 2);
-      const std::uint64_t inputs = describe_tile(stages.stage(at.slot) + own_rows);
-      const std::uint64_t weights = describe_tile(stages.stage(at.slot) + S::kInputBytes);
-      begin_products();
+      mbarrier_wait(stages.full(at.slot), at.round % 2);
+      const std::uint64_t inputs = smem_descriptor(stages.stage(at.slot) + own_rows);
+      const std::uint64_t weights = smem_descriptor(stages.stage(at.slot) + S::kInputBytes);
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kStep / 16; ++k) {
-        Product<S::kColumns>::add(sums, inputs + 2 * k, weights + 2 * k, n > 0 || k > 0);
+        Wgmma<S::kColumns>::add(sums, inputs + 2 * k, weights + 2 * k, n > 0 || k > 0);
       }
-      commit_products();
+      wgmma_commit();
       if (n > 0) {
-        wait_products<1>();
+        wgmma_wait<1>();
         release(last);
       }
       squares[0] += next[0], squares[1] += next[1];
       last = at.slot;
     }
-    wait_products<0>();
-    sums_are_there(sums);
+    wgmma_wait<0>();
+    fence_operands(sums);
     release(last);
-    of.finish(sums, squares);
+    of.epilogue(sums, squares);
   }
 #endif
 }

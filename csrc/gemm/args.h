@@ -20,14 +20,14 @@ enum class Epilogue : int {
 constexpr int kSquareRows = 64;
 
 // The input is x norm_weight, and its RMS norm's division is left for the product's sums.
-struct LeftNorm {
+struct DeferredNorm {
   const float* squares = nullptr;  // [blocks, tokens]; null: there is no norm
   int square_blocks = 0;
   float width = 1.0f;  // what the sum of squares is divided by
   float eps = 0.0f;
 };
 
-struct LinearArgs : LeftNorm {
+struct GemmArgs : DeferredNorm {
   Epilogue epilogue = Epilogue::plain;
   std::int64_t tokens = 0;
   std::int64_t channels = 0;  // of the output: rows of W, over the gates
@@ -47,8 +47,8 @@ struct LinearArgs : LeftNorm {
   const std::int32_t* slots = nullptr;  // [tokens]
   bool linear_candidate = false, normalize_gates = true;
 
-  bool fixed_order = false;  // sums in an order that the number of tokens has no part in
-  int turns = 1;             // parts of the inputs that a block takes one after another
+  bool batch_invariant = false;  // sums in an order that the number of tokens has no part in
+  int turns = 1;                 // parts of the inputs that a block takes one after another
 };
 
 struct EmbedArgs {

@@ -9,7 +9,7 @@ namespace minserve {
 namespace cuda {
 
 __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__ EmbedArgs given) {
-  let_next_kernel_start();
+  pdl_launch_dependents();
   const std::int64_t token = blockIdx.x;
   const std::int64_t channel =
       (blockIdx.y * static_cast<std::int64_t>(kThreads) + threadIdx.x) * kQuad;
@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) y[i] = row[i];
   }
-  LinearArgs args;
+  GemmArgs args;
   args.tokens = given.tokens, args.channels = given.channels, args.x = given.x;
   args.scaled = given.scaled, args.squares_out = given.squares;
   const auto* norm_weight = static_cast<const bf16*>(given.norm_weight);
-  const Place at{static_cast<int>(token), static_cast<int>(channel), 0, 0};
+  const QuadPosition at{static_cast<int>(token), static_cast<int>(channel), 0, 0};
   write_residual(args, at, norm_weight ? norm_weight + channel : nullptr, nullptr, y);
 }
 

@@ -20,24 +20,24 @@ template <class T>
 using Quad = Channels<T, kQuad>;
 
 // Where a quad is: of all, and of what its block finishes.
-struct Place {
+struct QuadPosition {
   int token, channel, own_token, own_channel;
-  __device__ __forceinline__ bool inside(const LinearArgs& args) const {
+  __device__ __forceinline__ bool inside(const GemmArgs& args) const {
     return token < args.tokens && channel < args.channels;
   }
   // In a matrix [tokens, channels].
-  __device__ __forceinline__ std::int64_t offset(const LinearArgs& args) const {
+  __device__ __forceinline__ std::int64_t offset(const GemmArgs& args) const {
     return token * args.channels + channel;
   }
 };
 
 // What the sums of a token are multiplied by: its norm's division, or nothing.
-__device__ __forceinline__ float norm_scale_of(const LeftNorm& norm, float squares) {
+__device__ __forceinline__ float norm_scale_of(const DeferredNorm& norm, float squares) {
   return rsqrtf(squares / norm.width + norm.eps);
 }
 // Sums of squares are added up in their order, kAhead of them on their way at a time.
 template <int kAhead>
-__device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t token) {
+__device__ __forceinline__ float norm_scale(const GemmArgs& args, std::int64_t token) {
   if (!args.squares) return 1.0f;
   float sum = 0.0f;
 #pragma unroll 1
@@ -60,7 +60,7 @@ __device__ __forceinline__ float norm_scale(const LinearArgs& args, std::int64_t
 template <bool kStepping>
 struct Before {
   Quad<bf16> x;
-  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int) {
+  __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int) {
     if (args.epilogue == Epilogue::residual && at.inside(args)) {
       x.load(static_cast<const bf16*>(args.x) + at.offset(args));
     }
@@ -70,7 +70,7 @@ template <>
 struct Before<true> {
   Quad<float> state;
   float* row;  // null: a padding row
-  __device__ __forceinline__ void load(const LinearArgs& args, const Place& at, int slot) {
+  __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int slot) {
     row = nullptr;
     if (slot < 0 || slot >= args.num_slots || !at.inside(args)) return;
     row = args.state + slot * args.state_stride + at.channel;
@@ -79,7 +79,7 @@ struct Before<true> {
 };
 
 // `from`: this quad's, in shared memory.
-__device__ __forceinline__ void add_bias(const LinearArgs& args, const bf16* from,
+__device__ __forceinline__ void add_bias(const GemmArgs& args, const bf16* from,
                                          float (&y)[kQuad]) {
   if (!args.bias) return;
   Quad<bf16> bias;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_bias(const LinearArgs& args, const bf16* fro
 
 // Neighbouring channels of the residual stream, with what the next product's bias adds to them.
 template <int kCount>
-__device__ __forceinline__ void store_with_ahead(const LinearArgs& args, const bf16* of_channels,
+__device__ __forceinline__ void store_with_ahead(const GemmArgs& args, const bf16* of_channels,
                                                  std::int64_t offset, Channels<bf16, kCount> x) {
   if (args.ahead) {
     Channels<bf16, kCount> ahead;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_with_ahead(const LinearArgs& args, const b
 
 // The residual stream, and what the norm that comes next needs of it. `norm_weight`, `ahead`: of
 // this quad's channels, where there are any.
-__device__ __forceinline__ void write_residual(const LinearArgs& args, const Place& at,
+__device__ __forceinline__ void write_residual(const GemmArgs& args, const QuadPosition& at,
                                                const bf16* norm_weight, const bf16* ahead,
                                                float (&y)[kQuad]) {
   Quad<bf16> x;
@@ -136,9 +136,9 @@ __device__ __forceinline__ void write_residual(const LinearArgs& args, const Pla
 
 // One product that no recurrence follows.
 template <int kChannels>
-__device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
-                                       const Vectors<1, kChannels>& vectors,
-                                       const Before<false>& before, float (&y)[kQuad]) {
+__device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPosition& at,
+                                         const EpilogueOperands<1, kChannels>& vectors,
+                                         const Before<false>& before, float (&y)[kQuad]) {
   add_bias(args, vectors.bias[0] + at.own_channel, y);
   if (args.epilogue == Epilogue::residual) {
 #pragma unroll
@@ -162,7 +162,7 @@ __device__ __forceinline__ void finish(const LinearArgs& args, const Place& at,
 
 // One step from a quad's pre-activations.
 template <template <class> class CellOf>
-__device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& at,
+__device__ __forceinline__ void step_quad(const GemmArgs& args, const QuadPosition& at,
                                           Before<true>& before,
                                           const Quad<bf16> (&pre)[CellOf<float>::kInputs]) {
   using Cell = CellOf<float>;
@@ -195,9 +195,9 @@ __device__ __forceinline__ void step_quad(const LinearArgs& args, const Place& a
 // The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
 // so that stepping differs from scanning by nothing but the order of a product's sums.
 template <template <class> class CellOf, int kChannels>
-__device__ __forceinline__ void finish_step(
-    const LinearArgs& args, const Place& at,
-    const Vectors<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
+__device__ __forceinline__ void step_epilogue(
+    const GemmArgs& args, const QuadPosition& at,
+    const EpilogueOperands<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
     float (&y)[CellOf<float>::kInputs][kQuad]) {
   Quad<bf16> pre[CellOf<float>::kInputs];
 #pragma unroll

@@ -12,13 +12,13 @@ namespace minserve {
 namespace cuda {
 
 template <int kGates, int kChannels>
-struct alignas(16) Vectors {
+struct alignas(16) EpilogueOperands {
   bf16 bias[kGates][kChannels];
   bf16 norm_weight[kChannels], ahead[kChannels];  // of residual maps
 
   // By so many threads. They are there when each has waited for its copies; what the map has none
   // of, and channels past its last, are not written.
-  __device__ __forceinline__ void ask(const LinearArgs& args, int first_channel, int thread,
+  __device__ __forceinline__ void ask(const GemmArgs& args, int first_channel, int thread,
                                       int threads) {
     constexpr int kEight = 8;  // bfloat16 numbers of a copy
     static_assert(kChannels % kEight == 0, "whole copies");

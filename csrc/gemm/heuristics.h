@@ -14,24 +14,25 @@
 
 namespace minserve {
 
-class Chooser {
+class SmallBatchHeuristic {
  public:
-  Chooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
+  SmallBatchHeuristic(std::int64_t channels, std::int64_t inputs, std::int64_t gates,
+                      std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
   // `inputs`: what a block of a wide form may have of them.
-  Choice choose(WideChooser::Inputs inputs = WideChooser::Inputs::any) const {
+  GemmConfig choose(PersistentHeuristic::Inputs inputs = PersistentHeuristic::Inputs::any) const {
     if (tokens_ <= 32) return few();
-    const WideChooser wide(channels_, inputs_, gates_, tokens_, inputs);
+    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, inputs);
     // In one wave of blocks that share inputs, up to two pieces of tokens.
-    const int shared = inputs == WideChooser::Inputs::any && tokens_ <= 128 ? parts(64) : 1;
+    const int shared = inputs == PersistentHeuristic::Inputs::any && tokens_ <= 128 ? parts(64) : 1;
     if (wide.pays()) {
-      const WideForm& form = wide.best();
+      const PersistentTile& form = wide.best();
       const bool more_blocks = tiles(64) * pieces(64) * shared > wide.blocks(form);
-      if (shared > 1 && form.parts == 1 && more_blocks) return {Form::tokens_64, shared};
+      if (shared > 1 && form.parts == 1 && more_blocks) return {TileConfig::tokens_64, shared};
       return {form.form, form.parts};
     }
-    if (shared > 1 && tokens_ > 64) return {Form::tokens_64, shared};
+    if (shared > 1 && tokens_ > 64) return {TileConfig::tokens_64, shared};
     return some();
   }
 
@@ -43,12 +44,13 @@ class Chooser {
   bool small() const { return channels_ * gates_ * inputs_ * 2 <= (8 << 20); }
 
   // A few tokens: all that counts is that the weights come from everywhere at once.
-  Choice few() const {
+  GemmConfig few() const {
     const int size = tokens_ <= 8 ? 0 : tokens_ <= 16 ? 1 : 2;
-    constexpr Form kSingle[] = {Form::tokens_8, Form::tokens_16, Form::tokens_32};
+    constexpr TileConfig kSingle[] = {TileConfig::tokens_8, TileConfig::tokens_16,
+                                      TileConfig::tokens_32};
     // Blocks that stay on their multiprocessors: the weights of a tile come while the one before is
     // finished.
-    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {Form::wide_64_32, 1};
+    if (gates_ == 1 && tiles(64) >= kTwoWaves) return {TileConfig::persistent_64_32, 1};
     const std::int64_t tile_bytes = 64 * gates_ * inputs_ * 2, least = tokens_ <= 8 ? 96 : 192;
     int parts = 1;
     while (parts < 8 && inputs_ / (2 * parts) >= least && tiles(64) * parts * 2 <= kTwoWaves &&
@@ -69,16 +71,16 @@ class Chooser {
   }
 
   // Between: pieces of tokens so small that blocks are many, since finishing sums takes time too.
-  Choice some() const {
+  GemmConfig some() const {
     std::int64_t tokens = small() && channels_ <= 128 ? 16 : 64;
     const std::int64_t wanted = inputs_ < 1000 ? 96 : 44;
     const auto blocks = [&] { return tiles(64) * pieces(tokens); };
     while (tokens > 16 && blocks() * parts(tokens) < wanted) tokens /= 2;
     if (tokens == 64 && inputs_ < 1000 && small() && tiles(64) * pieces(32) <= 400) tokens = 32;
     const int shared = parts(tokens);
-    if (tokens == 16) return {Form::tokens_16, shared};
-    if (tokens == 32) return {Form::tokens_32, shared};
-    return {Form::tokens_64, shared};
+    if (tokens == 16) return {TileConfig::tokens_16, shared};
+    if (tokens == 32) return {TileConfig::tokens_32, shared};
+    return {TileConfig::tokens_64, shared};
   }
 
   std::int64_t channels_, inputs_, gates_, tokens_;

@@ -13,13 +13,14 @@
 
 namespace minserve {
 
-class FixedChooser {
+class BatchInvariantHeuristic {
  public:
-  static constexpr int kMostParts = 8;
+  static constexpr int kMostSplitK = 8;
   // Weights of more rows have one part, whatever their inputs: their tiles alone fill a GPU.
   static constexpr std::int64_t kFewTiles = 95, kOnePartRows = kFewTiles * 64;
 
-  FixedChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens)
+  BatchInvariantHeuristic(std::int64_t channels, std::int64_t inputs, std::int64_t gates,
+                          std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
   // As many as fill the GPU when there are few tokens, but no more: they cost many tokens time.
@@ -27,32 +28,34 @@ class FixedChooser {
     const bool enough = (tiles(64) >= 24 && 64 * gates_ * inputs_ * 2 <= (64 << 10)) ||
                         (gates_ == 2 && small_tiles() >= kMany);
     int parts = 1;
-    while (parts < kMostParts && !enough && inputs_ / (2 * parts) >= 192 &&
+    while (parts < kMostSplitK && !enough && inputs_ / (2 * parts) >= 192 &&
            tiles(64) * parts <= kFewTiles) {
       parts *= 2;
     }
     return parts;
   }
 
-  Choice choose() const {
-    using Inputs = WideChooser::Inputs;
+  GemmConfig choose() const {
+    using Inputs = PersistentHeuristic::Inputs;
     const int parts = this->parts();
     if (parts == 1) {
-      if (tokens_ <= 32 && gates_ < 3 && small_tiles() >= kMany) return {Form::wide_64_32, 1};
-      return {Chooser(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form, 1};
+      if (tokens_ <= 32 && gates_ < 3 && small_tiles() >= kMany)
+        return {TileConfig::persistent_64_32, 1};
+      return {SmallBatchHeuristic(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form,
+              1};
     }
     // A block for each part pays while all of them run at once. Gates, whose wide forms never share
     // inputs, take those in turn as soon as there are tiles for many multiprocessors, two of them
     // also in the smallest tiles.
-    const WideChooser wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
+    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
     const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
     if (tokens_ <= (gates_ == 2 ? 16 : 32) || !in_turn) return among_blocks(parts);
-    if (two_each(parts)) return {Form::wide_64_64, parts / 2, 2};
+    if (two_each(parts)) return {TileConfig::persistent_64_64, parts / 2, 2};
     return {wide.best().form, 1, parts};
   }
 
  private:
-  static constexpr std::int64_t kMultiprocessors = WideChooser::kMultiprocessors;
+  static constexpr std::int64_t kMultiprocessors = PersistentHeuristic::kMultiprocessors;
 
   // Tiles of 64 rows and 32 tokens that have all inputs keep as much under way as more blocks with
   // parts of them, when there are so many.
@@ -68,18 +71,19 @@ class FixedChooser {
   // Short sums do not make up for that.
   bool two_each(int parts) const {
     if (gates_ > 1 || parts < 4 || (parts == 4 && inputs_ < 1024)) return false;
-    return blocks(64) * (parts / 2) <= WideChooser::at_once(parts / 2);
+    return blocks(64) * (parts / 2) <= PersistentHeuristic::at_once(parts / 2);
   }
 
-  Choice among_blocks(int parts) const {
-    if (tokens_ <= 8) return {Form::tokens_8, parts};
-    if (tokens_ <= 16) return {Form::tokens_16, parts};
-    if (tokens_ <= 32) return {Form::tokens_32, parts};
-    if (blocks(16) * parts <= kMultiprocessors) return {Form::tokens_16, parts};
+  GemmConfig among_blocks(int parts) const {
+    if (tokens_ <= 8) return {TileConfig::tokens_8, parts};
+    if (tokens_ <= 16) return {TileConfig::tokens_16, parts};
+    if (tokens_ <= 32) return {TileConfig::tokens_32, parts};
+    if (blocks(16) * parts <= kMultiprocessors) return {TileConfig::tokens_16, parts};
     // Long parts are a matter of how many weights are on their way: two blocks to a multiprocessor.
     const bool two = tokens_ <= 64 && inputs_ / parts >= 512;
-    if (blocks(32) * parts <= (two ? 2 : 1) * kMultiprocessors) return {Form::tokens_32, parts};
-    return {Form::tokens_64, parts};
+    if (blocks(32) * parts <= (two ? 2 : 1) * kMultiprocessors)
+      return {TileConfig::tokens_32, parts};
+    return {TileConfig::tokens_64, parts};
   }
 
   std::int64_t channels_, inputs_, gates_, tokens_;

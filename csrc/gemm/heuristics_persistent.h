@@ -8,24 +8,24 @@
 
 namespace minserve {
 
-struct WideForm {
-  Form form;
+struct PersistentTile {
+  TileConfig form;
   int rows, tokens, parts;
 };
 
-constexpr WideForm kWideForms[] = {
-    {Form::wide_256_128, 256, 128, 1}, {Form::wide_192_128, 192, 128, 1},
-    {Form::wide_128_128, 128, 128, 1}, {Form::wide_128_128, 128, 128, 2},
-    {Form::wide_192_96, 192, 96, 1},   {Form::wide_192_64, 192, 64, 1},
-    {Form::wide_192_64, 192, 64, 2},   {Form::wide_128_64, 128, 64, 1},
-    {Form::wide_128_64, 128, 64, 2},   {Form::wide_64_64, 64, 64, 1},
-    {Form::wide_64_64, 64, 64, 2},     {Form::wide_64_64, 64, 64, 4},
-    {Form::wide_64_32, 64, 32, 1},
+constexpr PersistentTile kPersistentTiles[] = {
+    {TileConfig::persistent_256_128, 256, 128, 1}, {TileConfig::persistent_192_128, 192, 128, 1},
+    {TileConfig::persistent_128_128, 128, 128, 1}, {TileConfig::persistent_128_128, 128, 128, 2},
+    {TileConfig::persistent_192_96, 192, 96, 1},   {TileConfig::persistent_192_64, 192, 64, 1},
+    {TileConfig::persistent_192_64, 192, 64, 2},   {TileConfig::persistent_128_64, 128, 64, 1},
+    {TileConfig::persistent_128_64, 128, 64, 2},   {TileConfig::persistent_64_64, 64, 64, 1},
+    {TileConfig::persistent_64_64, 64, 64, 2},     {TileConfig::persistent_64_64, 64, 64, 4},
+    {TileConfig::persistent_64_32, 64, 32, 1},
 };
 
 // Fitted to measurements like heuristics.h: of maps of 6 million to 1.3 billion weights' models, in
 // their layers, with 40 to 2,048 tokens.
-class WideChooser {
+class PersistentHeuristic {
  public:
   // What a block may have of the inputs.
   enum class Inputs {
@@ -34,8 +34,8 @@ class WideChooser {
     turns,  // all, and takes parts of them in turn
   };
 
-  WideChooser(std::int64_t channels, std::int64_t inputs, std::int64_t gates, std::int64_t tokens,
-              Inputs inputs_of_block)
+  PersistentHeuristic(std::int64_t channels, std::int64_t inputs, std::int64_t gates,
+                      std::int64_t tokens, Inputs inputs_of_block)
       : rows_(channels * gates),
         inputs_(inputs),
         gates_(gates),
@@ -56,9 +56,9 @@ class WideChooser {
   }
 
   // The quickest by its clocks.
-  const WideForm& best() const {
-    const WideForm* best = nullptr;
-    for (const WideForm& form : kWideForms) {
+  const PersistentTile& best() const {
+    const PersistentTile* best = nullptr;
+    for (const PersistentTile& form : kPersistentTiles) {
       if (can_take(form) && (!best || clocks(form) < clocks(*best))) best = &form;
     }
     return *best;
@@ -67,7 +67,7 @@ class WideChooser {
   // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
   static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
 
-  std::int64_t blocks(const WideForm& form) const {
+  std::int64_t blocks(const PersistentTile& form) const {
     return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
   }
 
@@ -79,11 +79,11 @@ class WideChooser {
 
   static std::int64_t up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
-  bool can_take(const WideForm& form) const {
+  bool can_take(const PersistentTile& form) const {
     // Two sets of sums, and finishing gates takes registers, too.
     if (turns_ && form.rows * form.tokens > 192 * (gates_ > 1 ? 96 : 128)) return false;
-    if (form.form == Form::wide_64_32 && !turns_) return false;   // too small
-    if (gates_ == 3) return form.rows == 192 && form.parts == 1;  // a warpgroup for each
+    if (form.form == TileConfig::persistent_64_32 && !turns_) return false;  // too small
+    if (gates_ == 3) return form.rows == 192 && form.parts == 1;             // a warpgroup for each
     if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind
     }
@@ -95,7 +95,7 @@ class WideChooser {
   // A multiprocessor's: products, or copies where the L2 cache gives less than they take, what
   // parts send each other, and finishing; or all weights where memory gives less, and finishing the
   // last tile.
-  double clocks(const WideForm& form) const {
+  double clocks(const PersistentTile& form) const {
     const double area = static_cast<double>(form.rows) * form.tokens;
     const double bytes = 128.0 * (form.rows + form.tokens);
     const double steps = static_cast<double>(up(inputs_, 64)) / form.parts;

@@ -11,15 +11,15 @@ namespace minserve {
 namespace cuda {
 
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
-void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+void linear(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
             void* stream);
 
 // The same in a wide form, as `choice` says.
-void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
-                 const void* input, int gates, int device, void* stream);
+void gemm_persistent(const GemmConfig& choice, const GemmArgs& args, const void* weight,
+                     const void* input, int gates, int device, void* stream);
 
 // The bests of input [tokens, inputs] times weight [channels, inputs].
-void linear_best(const BestArgs& args, const void* weight, const void* input, int device,
+void linear_best(const ArgmaxHeadArgs& args, const void* weight, const void* input, int device,
                  void* stream);
 
 void embed(const EmbedArgs& args, int device, void* stream);

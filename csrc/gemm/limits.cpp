@@ -5,7 +5,7 @@
 namespace minserve {
 
 std::int64_t linear_one_part_rows() {
-  return FixedChooser::kOnePartRows;
+  return BatchInvariantHeuristic::kOnePartRows;
 }
 
 }  // namespace minserve

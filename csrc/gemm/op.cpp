@@ -48,9 +48,9 @@ struct Maps {
     aligned(vector, name);
   }
 
-  LinearArgs args(Epilogue epilogue, const Tensor& x, const Tensor& weight, std::int64_t gates,
-                  const MaybeTensor& bias) const {
-    LinearArgs args;
+  GemmArgs args(Epilogue epilogue, const Tensor& x, const Tensor& weight, std::int64_t gates,
+                const MaybeTensor& bias) const {
+    GemmArgs args;
     args.epilogue = epilogue;
     args.tokens = x.size(0);
     args.inputs = x.size(1);
@@ -62,7 +62,7 @@ struct Maps {
     return args;
   }
 
-  void normed(LeftNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps) const {
+  void normed(DeferredNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps) const {
     if (!squares) return;
     check.tensor(*squares, "squares", ScalarType::Float,
                  {divided_up(x.size(1), kSquareRows), x.size(0)}, "[inputs / 64, tokens]");
@@ -73,7 +73,7 @@ struct Maps {
     norm.eps = static_cast<float>(eps);
   }
 
-  void run(const LinearArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
+  void run(const GemmArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
     if (args.tokens == 0) return;
     cuda::linear(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
                  current_stream(x));
@@ -87,7 +87,7 @@ struct Norm {  // what the next norm needs of a residual stream
 };
 
 // `squares`: they are asked for without a weight, too.
-Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight,
+Norm prepare_norm(GemmArgs& args, const Maps& maps, const Tensor& x, const MaybeTensor& weight,
                   bool squares) {
   maps.check.require(args.channels % kSquareRows == 0, "channels must be a multiple of ",
                      kSquareRows, ", got ", args.channels);
@@ -107,14 +107,14 @@ Norm prepare_norm(LinearArgs& args, const Maps& maps, const Tensor& x, const May
 }  // namespace
 
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                  const MaybeTensor& bias, bool gelu, bool logits, bool fixed_order) {
+                  const MaybeTensor& bias, bool gelu, bool logits, bool batch_invariant) {
   const Maps maps("linear_map", x, "x", weight);
   maps.check.require(!(gelu && logits), "gelu and logits exclude each other");
-  LinearArgs args = maps.args(gelu     ? Epilogue::gelu
-                              : logits ? Epilogue::logits
-                                       : Epilogue::plain,
-                              x, weight, 1, bias);
-  args.fixed_order = fixed_order;
+  GemmArgs args = maps.args(gelu     ? Epilogue::gelu
+                            : logits ? Epilogue::logits
+                                     : Epilogue::plain,
+                            x, weight, 1, bias);
+  args.batch_invariant = batch_invariant;
   maps.normed(args, x, squares, eps);
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
                                         logits ? ScalarType::Float : x.scalar_type());
@@ -126,7 +126,7 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
 Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, std::int64_t vocabulary) {
   const Maps maps("linear_best", x, "x", weight);
-  BestArgs args;
+  ArgmaxHeadArgs args;
   args.tokens = x.size(0);
   args.inputs = x.size(1);
   args.channels = weight.size(0);
@@ -134,7 +134,7 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
                      "vocabulary must be 1 to the rows of weight, ", args.channels, ", got ",
                      vocabulary);
   args.vocabulary = vocabulary;
-  args.tiles = divided_up(args.channels, kBestColumns);
+  args.tiles = divided_up(args.channels, kArgmaxColumns);
   maps.normed(args, x, squares, eps);
   if (bias) {
     maps.rows(*bias, "bias", weight, args.channels);
@@ -151,7 +151,7 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
 
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
-                   bool linear_candidate, bool normalize_gates, bool fixed_order) {
+                   bool linear_candidate, bool normalize_gates, bool batch_invariant) {
   const Maps maps("linear_step", x, "x", weight);
   maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
                      describe(state));
@@ -164,8 +164,8 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   check_state(maps.check, state, state.size(1));
   maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
                      "rows of state must be aligned to 16 bytes");
-  LinearArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
-  args.fixed_order = fixed_order;
+  GemmArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
+  args.batch_invariant = batch_invariant;
   maps.normed(args, x, squares, eps);
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
@@ -183,15 +183,15 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
 
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
-                                           const MaybeTensor& norm_weight, bool fixed_order,
+                                           const MaybeTensor& norm_weight, bool batch_invariant,
                                            const MaybeTensor& ahead, bool squares) {
   const Maps maps("linear_residual_", y, "y", weight);
-  LinearArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
+  GemmArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
   maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
   maps.aligned(x, "x");
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
-  args.fixed_order = fixed_order;
+  args.batch_invariant = batch_invariant;
   args.x = x.mutable_data_ptr();
   if (ahead) {
     maps.rows(*ahead, "ahead", y, args.channels);
@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tens
   const Maps maps("linear_embed", table, "table");
   maps.check.tensor(tokens, "tokens", ScalarType::Int, {-1}, "[tokens], int32");
   maps.check.require(tokens.is_contiguous(), "tokens must be contiguous");
-  LinearArgs args;
+  GemmArgs args;
   args.tokens = tokens.size(0);
   args.channels = table.size(1);
   Tensor x = torch::stable::new_empty(table, {args.tokens, args.channels});

@@ -13,7 +13,7 @@ namespace cuda {
 namespace {
 
 struct Call {
-  const LinearArgs& args;
+  const GemmArgs& args;
   const void *weight, *input;
   int device;
   cudaStream_t stream;
@@ -21,90 +21,98 @@ struct Call {
   template <class S>
   void launch() const {
     const CUtensorMap weights =
-        map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels);
-    const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
+        tensor_map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels);
+    const CUtensorMap inputs = tensor_map_of(input, args.tokens, args.inputs, S::kTokens);
     CUtensorMap side = inputs;
     if (!S::kStepping && args.epilogue != Epilogue::logits) {
-      side = map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
-                    args.channels, S::kPieceTokens);
+      side = tensor_map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
+                           args.channels, S::kPieceTokens);
     }
     static thread_local int asked = -1;  // every device is asked for itself
     if (device != asked) {
-      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&wide_kernel<S>),
+      check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&persistent_kernel<S>),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
             "shared memory of a wide linear map");
       asked = device;
     }
     const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
                                ((args.tokens + S::kTokens - 1) / S::kTokens);
-    const std::int64_t most = S::kParted ? tiles : multiprocessors(device);
-    const auto parts = static_cast<unsigned>(S::kParts);
+    const std::int64_t most = S::kIsSplit ? tiles : multiprocessors(device);
+    const auto parts = static_cast<unsigned>(S::kSplitK);
     LaunchConfig config(dim3(static_cast<unsigned>(std::min(tiles, most)), 1, parts), S::kThreads,
                         S::kShared, stream);
-    if (S::kParted) config.cluster(dim3(1, 1, parts));
-    config.early().launch(&wide_kernel<S>, "wide linear map", weights, inputs, side, args);
+    if (S::kIsSplit) config.cluster(dim3(1, 1, parts));
+    config.early().launch(&persistent_kernel<S>, "wide linear map", weights, inputs, side, args);
   }
 
-  // Parts of the inputs in turn: FixedChooser has chosen one of these.
+  // Parts of the inputs in turn: BatchInvariantHeuristic has chosen one of these.
   template <int kGates>
-  void launch_turns(Form form, int parts) const {
+  void launch_serial_split_k(TileConfig form, int parts) const {
     if constexpr (kGates == 1) {
-      if (parts == 4) return launch<WideShape<1, 1, 1, 64, 4, true>>();  // each has two
-      if (parts == 2) return launch<WideShape<1, 1, 1, 64, 2, true>>();
-      if (form == Form::wide_192_128) return launch<WideShape<1, 3, 1, 128, 1, true>>();
+      if (parts == 4) return launch<PersistentShape<1, 1, 1, 64, 4, true>>();  // each has two
+      if (parts == 2) return launch<PersistentShape<1, 1, 1, 64, 2, true>>();
+      if (form == TileConfig::persistent_192_128)
+        return launch<PersistentShape<1, 3, 1, 128, 1, true>>();
     }
     if constexpr (kGates < 3) {
-      if (form == Form::wide_64_32) return launch<WideShape<kGates, 1, 1, 32, 1, true>>();
-      if (form == Form::wide_64_64) return launch<WideShape<kGates, 1, 1, 64, 1, true>>();
-      if (form == Form::wide_128_64) return launch<WideShape<kGates, 2, 1, 64, 1, true>>();
-      if (form == Form::wide_128_128) return launch<WideShape<kGates, 2, 1, 128, 1, true>>();
+      if (form == TileConfig::persistent_64_32)
+        return launch<PersistentShape<kGates, 1, 1, 32, 1, true>>();
+      if (form == TileConfig::persistent_64_64)
+        return launch<PersistentShape<kGates, 1, 1, 64, 1, true>>();
+      if (form == TileConfig::persistent_128_64)
+        return launch<PersistentShape<kGates, 2, 1, 64, 1, true>>();
+      if (form == TileConfig::persistent_128_128)
+        return launch<PersistentShape<kGates, 2, 1, 128, 1, true>>();
     }
-    if (form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96, 1, true>>();
-    launch<WideShape<kGates, 3, 1, 64, 1, true>>();
+    if (form == TileConfig::persistent_192_96)
+      return launch<PersistentShape<kGates, 3, 1, 96, 1, true>>();
+    launch<PersistentShape<kGates, 3, 1, 64, 1, true>>();
   }
   template <int kGates>
-  void launch_form(const Choice& choice) const {
-    if (choice.turns > 1) return launch_turns<kGates>(choice.form, choice.parts);
-    if (choice.form == Form::wide_192_64) return launch_parts<kGates, 3, 64>(choice.parts);
-    if (choice.form == Form::wide_192_96) return launch<WideShape<kGates, 3, 1, 96>>();
+  void launch_tile(const GemmConfig& choice) const {
+    if (choice.turns > 1) return launch_serial_split_k<kGates>(choice.form, choice.parts);
+    if (choice.form == TileConfig::persistent_192_64)
+      return launch_split_k<kGates, 3, 64>(choice.parts);
+    if (choice.form == TileConfig::persistent_192_96)
+      return launch<PersistentShape<kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
       switch (choice.form) {
-        case Form::wide_64_32:
-          return launch<WideShape<kGates, 1, 1, 32>>();
-        case Form::wide_64_64:
-          return launch_parts<kGates, 1, 64>(choice.parts);
-        case Form::wide_128_64:
-          return launch_parts<kGates, 2, 64>(choice.parts);
-        case Form::wide_128_128:
-          return launch_parts<kGates, 2, 128>(choice.parts);
-        case Form::wide_256_128:
-          return launch<WideShape<kGates, 2, 2, 128>>();
+        case TileConfig::persistent_64_32:
+          return launch<PersistentShape<kGates, 1, 1, 32>>();
+        case TileConfig::persistent_64_64:
+          return launch_split_k<kGates, 1, 64>(choice.parts);
+        case TileConfig::persistent_128_64:
+          return launch_split_k<kGates, 2, 64>(choice.parts);
+        case TileConfig::persistent_128_128:
+          return launch_split_k<kGates, 2, 128>(choice.parts);
+        case TileConfig::persistent_256_128:
+          return launch<PersistentShape<kGates, 2, 2, 128>>();
         default:
           break;
       }
     }
-    launch<WideShape<kGates, 3, 1, 128>>();
+    launch<PersistentShape<kGates, 3, 1, 128>>();
   }
   template <int kGates, int kGroups, int kTokens>
-  void launch_parts(int parts) const {
+  void launch_split_k(int parts) const {
     if constexpr (kGates == 1) {
-      if (parts == 2) return launch<WideShape<1, kGroups, 1, kTokens, 2>>();
+      if (parts == 2) return launch<PersistentShape<1, kGroups, 1, kTokens, 2>>();
       if constexpr (kGroups == 1) {
-        if (parts == 4) return launch<WideShape<1, 1, 1, kTokens, 4>>();
+        if (parts == 4) return launch<PersistentShape<1, 1, 1, kTokens, 4>>();
       }
     }
-    launch<WideShape<kGates, kGroups, 1, kTokens>>();
+    launch<PersistentShape<kGates, kGroups, 1, kTokens>>();
   }
 };
 
 }  // namespace
 
-void linear_wide(const Choice& choice, const LinearArgs& args, const void* weight,
-                 const void* input, int gates, int device, void* stream) {
+void gemm_persistent(const GemmConfig& choice, const GemmArgs& args, const void* weight,
+                     const void* input, int gates, int device, void* stream) {
   const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
-  if (gates == 2) return call.launch_form<2>(choice);
-  if (gates == 3) return call.launch_form<3>(choice);
-  call.launch_form<1>(choice);
+  if (gates == 2) return call.launch_tile<2>(choice);
+  if (gates == 3) return call.launch_tile<3>(choice);
+  call.launch_tile<1>(choice);
 }
 
 }  // namespace cuda

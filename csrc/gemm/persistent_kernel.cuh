@@ -1,4 +1,5 @@
-// out [tokens, channels] = epilogue(W x) for Hopper, many tokens: as small_batch_kernel.cuh, in large tiles.
+// out [tokens, channels] = epilogue(W x) for Hopper, many tokens: as small_batch_kernel.cuh, in
+// large tiles.
 //
 // A block stays on its multiprocessor and takes tiles in turn. One thread feeds a ring of stages in
 // shared memory, kStep inputs of the tile's rows and tokens each; warpgroups multiply. What is
@@ -22,21 +23,23 @@
 namespace minserve {
 namespace cuda {
 
-// kGroups warpgroups of kBlocks blocks of 64 rows each; kParts blocks have a part of the inputs
-// each, and then one tile. kTurns: a block takes parts of its inputs in turn; of kParts blocks each
-// takes two.
-template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kParts_ = 1,
-          bool kTurns_ = false>
-struct WideShape {
+// kGroups warpgroups of kBlocks blocks of 64 rows each; kSplitK blocks have a part of the inputs
+// each, and then one tile. kSerialSplitK: a block takes parts of its inputs in turn; of kSplitK
+// blocks each takes two.
+template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kSplitK_ = 1,
+          bool kSerialSplitK_ = false>
+struct PersistentShape {
   static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
-  static constexpr int kTokens = kTokens_, kParts = kParts_;
-  static constexpr bool kStepping = kGates > 1, kParted = kParts > 1, kTurns = kTurns_;
+  static constexpr int kTokens = kTokens_, kSplitK = kSplitK_;
+  static constexpr bool kStepping = kGates > 1, kIsSplit = kSplitK > 1,
+                        kSerialSplitK = kSerialSplitK_;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
-  static_assert(kParts == 1 || kParts == 2 || kParts == 4, "each sends the others' sums");
+  static_assert(kSplitK == 1 || kSplitK == 2 || kSplitK == 4, "each sends the others' sums");
   // Sums that are kept apart: the last are those to which products are added, the ones before them
   // of turns the totals, or the first part's of two.
-  static constexpr int kSets = kTurns ? 2 : 1, kPartsEach = kParted && kTurns ? 2 : 1;
-  static_assert(kTokens % 32 == 0 && kTokens % (16 * kParts) == 0,
+  static constexpr int kSets = kSerialSplitK ? 2 : 1,
+                       kSplitsEach = kIsSplit && kSerialSplitK ? 2 : 1;
+  static_assert(kTokens % 32 == 0 && kTokens % (16 * kSplitK) == 0,
                 "a token for each lane, and whole squares");
   static constexpr int kComputing = kGroups * kGroupThreads;
   // A warp feeds the ring and one prepares. Two more help, for a warpgroup can give its registers
@@ -50,24 +53,25 @@ struct WideShape {
   // All gates of a unit's channels are in one block of rows, of three gates in three.
   static constexpr int kUnitBlocks = kGates == 3 ? 3 : 1;
   static constexpr int kUnitChannels = kUnitBlocks * kBlockRows / kGates;
-  static constexpr int kBoxes = kRows / kUnitChannels;
-  static constexpr int kBoxBytes = kUnitChannels * kStep * 2;
+  static constexpr int kWeightTiles = kRows / kUnitChannels;
+  static constexpr int kWeightTileBytes = kUnitChannels * kStep * 2;
   static constexpr int kWeightBytes = kRows * kStep * 2;
   static constexpr int kInputBytes = kTokens * kStep * 2;
   static constexpr int kStageBytes = kWeightBytes + kInputBytes;
   // Tokens that a block finishes, and what is staged of a block of rows for them.
-  static constexpr int kFinish = kTokens / kParts;
-  static constexpr int kStagedBytes = kFinish * kBlockRows * 2;
+  static constexpr int kEpilogueTokens = kTokens / kSplitK;
+  static constexpr int kStagedBytes = kEpilogueTokens * kBlockRows * 2;
   // Boxes of tokens in which the copy engine takes them.
-  static constexpr int kPieces = kFinish >= 64 ? 2 : 1, kPieceTokens = kFinish / kPieces;
+  static constexpr int kPieces = kEpilogueTokens >= 64 ? 2 : 1,
+                       kPieceTokens = kEpilogueTokens / kPieces;
   static constexpr int kPieceBytes = kStagedBytes / kPieces;
   static constexpr int kBlocksOfStage = kStageBytes / kStagedBytes;
   static constexpr int kAllBlocks = kGroups * kBlocks;
   static constexpr int kStagesToFinish = (kAllBlocks + kBlocksOfStage - 1) / kBlocksOfStage;
   // Parts: when the products are done the ring takes the sums that come, then those that go; what
   // is staged is beside it.
-  static constexpr int kSentBytes = (kParts - 1) * kRows * kFinish * 4 * kPartsEach;
-  static constexpr int kSide = kParted ? kAllBlocks * kStagedBytes : 0;
+  static constexpr int kSentBytes = (kSplitK - 1) * kRows * kEpilogueTokens * 4 * kSplitsEach;
+  static constexpr int kSide = kIsSplit ? kAllBlocks * kStagedBytes : 0;
   static constexpr int kMemory = 221 * 1024;
   static constexpr int kFit = (kMemory - kSide) / kStageBytes;
   static constexpr int kStages = kFit > 10 ? 10 : kFit;
@@ -76,7 +80,7 @@ struct WideShape {
   // them, and stages of 192 rows are large: half of them are there as soon as those.
   static constexpr int kAhead = kGroups == 3 ? (kStages + 1) / 2 : kStages;
   static_assert(kRing >= 2 * kSentBytes, "room for sums");
-  static_assert(kStages >= 3 && (kParted || kStages >= kStagesToFinish), "room to finish a tile");
+  static_assert(kStages >= 3 && (kIsSplit || kStages >= kStagesToFinish), "room to finish a tile");
   static constexpr int kShared = kRing + kSide + 1024;
 };
 
@@ -96,12 +100,12 @@ struct Walk {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    wide_kernel(const __grid_constant__ CUtensorMap weight_map,
-                const __grid_constant__ CUtensorMap input_map,
-                const __grid_constant__ CUtensorMap side_map,  // what is staged: x, or out
-                const __grid_constant__ LinearArgs args) {
+    persistent_kernel(const __grid_constant__ CUtensorMap weight_map,
+                      const __grid_constant__ CUtensorMap input_map,
+                      const __grid_constant__ CUtensorMap side_map,  // what is staged: x, or out
+                      const __grid_constant__ GemmArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using At = Stage<S::kStages>;
+  using At = PipelineState<S::kStages>;
   using Stages = RingAddresses<S::kStageBytes>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
@@ -110,15 +114,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       beside;
   __shared__ float scale[2][S::kTokens];
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
-  __shared__ Vectors<S::kGates, S::kChannels> vectors[2];
+  __shared__ EpilogueOperands<S::kGates, S::kChannels> vectors[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int part = S::kParted ? static_cast<int>(blockIdx.z) : 0;
+  const int part = S::kIsSplit ? static_cast<int>(blockIdx.z) : 0;
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
-  const int begin = part * steps / S::kParts;
-  const int count = (part + 1) * steps / S::kParts - begin;
+  const int begin = part * steps / S::kSplitK;
+  const int count = (part + 1) * steps / S::kSplitK - begin;
   const bool residual = !S::kStepping && args.epilogue == Epilogue::residual;
   const bool logits = !S::kStepping && args.epilogue == Epilogue::logits;
-  const int finishing = S::kParted || logits ? 0 : S::kStagesToFinish;
+  const int finishing = S::kIsSplit || logits ? 0 : S::kStagesToFinish;
   const Walk walk{static_cast<int>((args.channels + S::kChannels - 1) / S::kChannels),
                   static_cast<int>((args.tokens + S::kTokens - 1) / S::kTokens)};
   const int tiles = walk.count(), first = blockIdx.x, stride = gridDim.x;
@@ -132,62 +136,62 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   // Of the tile whose stages are filled; the thread that feeds the ring alone knows them.
   int channel, token;
   const auto copy_weights = [&](const Stages& stages, int slot, int n) {
-    arrive_expecting(stages.full(slot), S::kStageBytes);
+    mbarrier_arrive_expect_tx(stages.full(slot), S::kStageBytes);
 #pragma unroll
-    for (int box = 0; box < S::kBoxes; ++box) {
+    for (int box = 0; box < S::kWeightTiles; ++box) {
       const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
                       box / S::kGates * S::kUnitChannels;
-      copy_box(stages.stage(slot) + box * S::kBoxBytes, weight_map, (begin + n) * kStep, row,
-               stages.full(slot));
+      tma_load_tile(stages.stage(slot) + box * S::kWeightTileBytes, weight_map, (begin + n) * kStep,
+                    row, stages.full(slot));
     }
   };
   const int ahead = min(count, S::kAhead);
   // The thread that feeds the ring: weights are on their way before the block has met.
   if (threadIdx.x == S::kComputing) {
-    prefetch_map(weight_map);
+    prefetch_tensor_map(weight_map);
     for (int i = 0; i < S::kStages; ++i) {
-      init_barrier(full[i], 1);
-      init_barrier(empty[i], S::kComputing / 32);
+      mbarrier_init(full[i], 1);
+      mbarrier_init(empty[i], S::kComputing / 32);
     }
     for (int i = 0; i < 2; ++i) {
-      init_barrier(ready[i], 32 * S::kPreparing);
-      init_barrier(taken[i], S::kComputing / 32);
+      mbarrier_init(ready[i], 32 * S::kPreparing);
+      mbarrier_init(taken[i], S::kComputing / 32);
     }
-    init_barrier(received, 1);
-    init_barrier(beside, 1);
-    fence_barriers();
-    fence_for_copies();  // the block has not met between this and the first copies
-    if (S::kParted) arrive_expecting(received, S::kSentBytes);
+    mbarrier_init(received, 1);
+    mbarrier_init(beside, 1);
+    fence_mbarrier_init();
+    fence_proxy_async();  // the block has not met between this and the first copies
+    if (S::kIsSplit) mbarrier_arrive_expect_tx(received, S::kSentBytes);
     find(first, channel, token);
     const Stages stages(full, empty, ring);
     for (int n = 0; n < ahead; ++n) copy_weights(stages, n, n);
-    prefetch_map(input_map);
-    prefetch_map(side_map);
+    prefetch_tensor_map(input_map);
+    prefetch_tensor_map(side_map);
   }
   __syncthreads();
-  let_next_kernel_start();
+  pdl_launch_dependents();
 
   if (warp >= S::kComputing / 32) {
-    give_registers<S::kFewRegisters>();
+    setmaxnreg_dec<S::kFewRegisters>();
     if (warp == S::kComputing / 32) {
       // The ring.
       const Stages stages(full, empty, ring);
       const auto copy_inputs = [&](int slot, int n) {
-        copy_box(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep, token,
-                 stages.full(slot));
+        tma_load_tile(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep, token,
+                      stages.full(slot));
       };
       const auto copy_staged = [&](std::uint32_t to, int block, std::uint32_t barrier) {
         for (int piece = 0; piece < S::kPieces; ++piece) {
-          copy_box(to + piece * S::kPieceBytes, side_map, channel + block * kBlockRows,
-                   token + part * S::kFinish + piece * S::kPieceTokens, barrier);
+          tma_load_tile(to + piece * S::kPieceBytes, side_map, channel + block * kBlockRows,
+                        token + part * S::kEpilogueTokens + piece * S::kPieceTokens, barrier);
         }
       };
       wait_for_previous_kernel();
       if (lane == 0) {
         At at;
         for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
-        if (S::kParted && residual) {
-          arrive_expecting(beside, S::kSide);
+        if (S::kIsSplit && residual) {
+          mbarrier_arrive_expect_tx(beside, S::kSide);
           for (int block = 0; block < S::kAllBlocks; ++block) {
             copy_staged(shared_address(side + block * S::kStagedBytes), block,
                         shared_address(&beside));
@@ -197,19 +201,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           find(tile, channel, token);
 #pragma unroll 1
           for (int n = tile == first ? ahead : 0; n < count; ++n, ++at) {
-            if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+            if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
             copy_weights(stages, at.slot, n);
             copy_inputs(at.slot, n);
           }
           for (int n = 0; n < finishing; ++n, ++at) {
-            if (at.turn > 0) wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+            if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
             if (!residual) {
-              arrive(stages.full(at.slot));
+              mbarrier_arrive(stages.full(at.slot));
               continue;
             }
             const int from = n * S::kBlocksOfStage;
             const int to = min(from + S::kBlocksOfStage, S::kAllBlocks);
-            arrive_expecting(stages.full(at.slot), (to - from) * S::kStagedBytes);
+            mbarrier_arrive_expect_tx(stages.full(at.slot), (to - from) * S::kStagedBytes);
             for (int block = from; block < to; ++block) {
               copy_staged(stages.stage(at.slot) + (block - from) * S::kStagedBytes, block,
                           stages.full(at.slot));
@@ -227,22 +231,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         int channel, first_token;
         find(tile, channel, first_token);
         const int half = turn % 2;
-        if (turn > 1) wait_barrier(taken[half], (turn / 2 - 1) % 2);
+        if (turn > 1) mbarrier_wait(taken[half], (turn / 2 - 1) % 2);
         vectors[half].ask(args, channel, threadIdx.x - (S::kComputing + 32), S::kPreparing * 32);
         if (turn == 0) wait_for_previous_kernel();
-        for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
-          const std::int64_t token = first_token + part * S::kFinish + from + lane;
+        for (int from = helper * 32; from < S::kEpilogueTokens; from += S::kPreparing * 32) {
+          const std::int64_t token = first_token + part * S::kEpilogueTokens + from + lane;
           scale[half][from + lane] = norm_scale<16>(args, token);
           if (S::kStepping) {
             slots[half][from + lane] = token < args.tokens ? args.slots[token] : -1;
           }
         }
         wait_for_copies();
-        arrive(ready[half]);
+        mbarrier_arrive(ready[half]);
         if constexpr (!S::kStepping) continue;
         __syncwarp();
         constexpr int kLines = S::kChannels * 4 / 128;
-        for (int from = helper * 32; from < S::kFinish; from += S::kPreparing * 32) {
+        for (int from = helper * 32; from < S::kEpilogueTokens; from += S::kPreparing * 32) {
           for (int n = lane; n < 32 * kLines; n += 32) {
             const int slot = slots[half][from + n / kLines], line = n % kLines * 32;
             if (slot >= 0 && slot < args.num_slots && channel + line < args.channels) {
@@ -252,28 +256,28 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     }
-    if (S::kParted) {
+    if (S::kIsSplit) {
       __syncwarp();
       arrive_at_cluster();
       wait_for_cluster();
     }
   } else {
-    take_registers<S::kManyRegisters>();
+    setmaxnreg_inc<S::kManyRegisters>();
     wait_for_previous_kernel();
     const int group = warp / 4;
     const Stages stages(full, empty, ring);
-    const std::uint32_t own_rows = same_in_warp(group * S::kBlocks * kBlockRows * kStep * 2);
+    const std::uint32_t own_rows = warp_uniform(group * S::kBlocks * kBlockRows * kStep * 2);
     const auto release = [&](int slot) {
-      if (lane == 0) arrive(stages.empty(slot));
+      if (lane == 0) mbarrier_arrive(stages.empty(slot));
     };
     float sets[S::kSets][S::kBlocks][S::kTokens / 2];
     auto& totals = sets[0];  // of turns
     auto& sums = sets[S::kSets - 1];
-    const int turns = S::kPartsEach > 1 ? S::kPartsEach : args.turns;  // of a block's
+    const int turns = S::kSplitsEach > 1 ? S::kSplitsEach : args.turns;  // of a block's
     At at;
     for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
       int last = 0;
-      if constexpr (S::kTurns) {
+      if constexpr (S::kSerialSplitK) {
 #pragma unroll
         for (auto& block : totals) {
 #pragma unroll
@@ -283,38 +287,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       // Loops of their own, not one that goes on early: else the compiler waits for products at
       // every step.
 #pragma unroll 1
-      for (int share = 0; share < (S::kTurns ? turns : 1); ++share) {
-        const int number = part * turns + share, all = S::kParts * turns;
-        const int since = S::kTurns ? number * steps / all - begin : 0;
-        const int until = S::kTurns ? (number + 1) * steps / all - begin : count;
+      for (int share = 0; share < (S::kSerialSplitK ? turns : 1); ++share) {
+        const int number = part * turns + share, all = S::kSplitK * turns;
+        const int since = S::kSerialSplitK ? number * steps / all - begin : 0;
+        const int until = S::kSerialSplitK ? (number + 1) * steps / all - begin : count;
 #pragma unroll 1
         for (int n = since; n < until; ++n, ++at) {
-          wait_barrier(stages.full(at.slot), at.turn % 2);
+          mbarrier_wait(stages.full(at.slot), at.round % 2);
           const std::uint32_t stage = stages.stage(at.slot);
-          const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
-          const std::uint64_t weights = describe_tile(stage + own_rows);
-          begin_products();
+          const std::uint64_t inputs = smem_descriptor(stage + S::kWeightBytes);
+          const std::uint64_t weights = smem_descriptor(stage + own_rows);
+          wgmma_fence();
 #pragma unroll
           for (int block = 0; block < S::kBlocks; ++block) {
 #pragma unroll
             for (int k = 0; k < kStep / 16; ++k) {
-              Product<S::kTokens>::add(sums[block],
-                                       weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
-                                       inputs + 2 * k, n > since || k > 0);
+              Wgmma<S::kTokens>::add(sums[block],
+                                     weights + 2 * k + block * (kBlockRows * kStep * 2 / 16),
+                                     inputs + 2 * k, n > since || k > 0);
             }
           }
-          commit_products();
+          wgmma_commit();
           if (n > since) {
-            wait_products<1>();
+            wgmma_wait<1>();
             release(last);
           }
           last = at.slot;
         }
-        wait_products<0>();
+        wgmma_wait<0>();
 #pragma unroll
         for (int block = 0; block < S::kBlocks; ++block) {
-          sums_are_there(sums[block]);
-          if (S::kTurns && (!S::kParted || share == 0)) {
+          fence_operands(sums[block]);
+          if (S::kSerialSplitK && (!S::kIsSplit || share == 0)) {
 #pragma unroll
             for (int i = 0; i < S::kTokens / 2; ++i) totals[block][i] += sums[block][i];
           }
@@ -326,38 +330,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       find(tile, first_channel, first_token);
       const int half = turn % 2;
       const auto staged = [&](int block) -> unsigned char* {
-        if (S::kParted) return side + block * S::kStagedBytes;
+        if (S::kIsSplit) return side + block * S::kStagedBytes;
         int slot = at.slot + block / S::kBlocksOfStage;
         if (slot >= S::kStages) slot -= S::kStages;
         return ring + slot * S::kStageBytes + block % S::kBlocksOfStage * S::kStagedBytes;
       };
       const Tile<S> of{args,          side_map,      scale[half],
-                       slots[half],   vectors[half], first_token + part * S::kFinish,
+                       slots[half],   vectors[half], first_token + part * S::kEpilogueTokens,
                        first_channel, group};
-      if constexpr (S::kParted) {
+      if constexpr (S::kIsSplit) {
         // The rings of all blocks are free.
         arrive_at_cluster();
         wait_for_cluster();
-        float own[S::kBlocks][S::kFinish / 2];
-        exchange_sums<S>(sets, own, part, ring, received);
-        wait_barrier(ready[half], 0);
-        if (residual) wait_barrier(beside, 0);
-        of.finish(own, staged);
+        float own[S::kBlocks][S::kEpilogueTokens / 2];
+        reduce_split_k<S>(sets, own, part, ring, received);
+        mbarrier_wait(ready[half], 0);
+        if (residual) mbarrier_wait(beside, 0);
+        of.epilogue(own, staged);
       } else {
-        wait_barrier(ready[half], turn / 2 % 2);
+        mbarrier_wait(ready[half], turn / 2 % 2);
         At place = at;
         for (int n = 0; n < finishing; ++n, ++place) {
-          wait_barrier(full[place.slot], place.turn % 2);
+          mbarrier_wait(full[place.slot], place.round % 2);
         }
-        of.finish(totals, staged);
+        of.epilogue(totals, staged);
         __syncwarp();
-        if (lane == 0) arrive(taken[half]);
+        if (lane == 0) mbarrier_arrive(taken[half]);
         for (int n = 0; n < finishing; ++n, ++at) release(at.slot);
       }
     }
   }
   // Nobody ends while what it has sent is being read.
-  if (S::kParted) {
+  if (S::kIsSplit) {
     __syncwarp();
     arrive_at_cluster();
     wait_for_cluster();

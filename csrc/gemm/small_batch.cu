@@ -13,13 +13,14 @@ namespace cuda {
 namespace {
 
 template <class S>
-void launch_shape(const LinearArgs& args, const void* weight, const void* input, int parts,
+void launch_shape(const GemmArgs& args, const void* weight, const void* input, int parts,
                   int device, cudaStream_t stream) {
-  const CUtensorMap weights = map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows);
-  const CUtensorMap inputs = map_of(input, args.tokens, args.inputs, S::kTokens);
+  const CUtensorMap weights =
+      tensor_map_of(weight, S::kGates * args.channels, args.inputs, kBlockRows);
+  const CUtensorMap inputs = tensor_map_of(input, args.tokens, args.inputs, S::kTokens);
   static thread_local int asked = -1;  // every device is asked for itself
   if (device != asked) {
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&linear_kernel<S>),
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&small_batch_kernel<S>),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes(8)),
           "shared memory of a linear map");
     asked = device;
@@ -30,37 +31,38 @@ void launch_shape(const LinearArgs& args, const void* weight, const void* input,
   LaunchConfig(blocks, S::kThreads, S::shared_bytes(parts), stream)
       .early()
       .cluster(dim3(1, 1, static_cast<unsigned>(parts)))
-      .launch(&linear_kernel<S>, "linear map", weights, inputs, args);
+      .launch(&small_batch_kernel<S>, "linear map", weights, inputs, args);
 }
 
 template <int kGates>
-void launch_linear(LinearArgs args, const void* weight, const void* input, int device,
+void launch_linear(GemmArgs args, const void* weight, const void* input, int device,
                    cudaStream_t stream) {
-  const Choice choice = args.fixed_order
-                            ? FixedChooser(args.channels, args.inputs, kGates, args.tokens).choose()
-                            : Chooser(args.channels, args.inputs, kGates, args.tokens).choose();
+  const GemmConfig choice =
+      args.batch_invariant
+          ? BatchInvariantHeuristic(args.channels, args.inputs, kGates, args.tokens).choose()
+          : SmallBatchHeuristic(args.channels, args.inputs, kGates, args.tokens).choose();
   const auto launch = [&](auto shape) {
     launch_shape<decltype(shape)>(args, weight, input, choice.parts, device, stream);
   };
   switch (choice.form) {
-    case Form::tokens_8:
-      return launch(LinearShape<kGates, 8>());
-    case Form::tokens_16:
-      return launch(LinearShape<kGates, 16>());
-    case Form::tokens_32:
-      return launch(LinearShape<kGates, 32>());
-    case Form::tokens_64:
-      return launch(LinearShape<kGates, 64, true>());
+    case TileConfig::tokens_8:
+      return launch(SmallBatchShape<kGates, 8>());
+    case TileConfig::tokens_16:
+      return launch(SmallBatchShape<kGates, 16>());
+    case TileConfig::tokens_32:
+      return launch(SmallBatchShape<kGates, 32>());
+    case TileConfig::tokens_64:
+      return launch(SmallBatchShape<kGates, 64, true>());
     default:
       break;
   }
   args.turns = choice.turns;
-  linear_wide(choice, args, weight, input, kGates, device, stream);
+  gemm_persistent(choice, args, weight, input, kGates, device, stream);
 }
 
 }  // namespace
 
-void linear(const LinearArgs& args, const void* weight, const void* input, int gates, int device,
+void linear(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
             void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);

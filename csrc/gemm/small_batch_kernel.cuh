@@ -19,7 +19,7 @@ namespace cuda {
 // kGates: rows of W for each channel, 1 where no recurrence follows. The block has a block of 64
 // rows for each gate, of 64 channels.
 template <int kGates_, int kTokens_, bool kDeep = false>
-struct LinearShape {
+struct SmallBatchShape {
   static constexpr int kGates = kGates_, kTokens = kTokens_;
   static constexpr bool kStepping = kGates > 1;
   static constexpr int kComputing = kGroupThreads;
@@ -49,17 +49,17 @@ struct LinearShape {
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
-    linear_kernel(const __grid_constant__ CUtensorMap weight_map,
-                  const __grid_constant__ CUtensorMap input_map,
-                  const __grid_constant__ LinearArgs args) {
+    small_batch_kernel(const __grid_constant__ CUtensorMap weight_map,
+                       const __grid_constant__ CUtensorMap input_map,
+                       const __grid_constant__ GemmArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using At = Stage<S::kStages>;
+  using At = PipelineState<S::kStages>;
   extern __shared__ unsigned char unaligned[];
   unsigned char* ring = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
   __shared__ float scale[S::kTokens];
   __shared__ int slots[S::kTokens];
-  __shared__ Vectors<S::kGates, S::kChannels> vectors;
+  __shared__ EpilogueOperands<S::kGates, S::kChannels> vectors;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int parts = gridDim.z, part = blockIdx.z;
   const bool alone = parts == 1;
@@ -68,16 +68,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const std::int64_t first_channel = static_cast<std::int64_t>(blockIdx.y) * S::kChannels;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      init_barrier(full[i], 1);
-      init_barrier(empty[i], S::kComputing / 32);
+      mbarrier_init(full[i], 1);
+      mbarrier_init(empty[i], S::kComputing / 32);
     }
-    init_barrier(received, 1);
-    fence_barriers();
-    if (parts > 1) arrive_expecting(received, (parts - 1) * share * S::kSumRows * 4);
+    mbarrier_init(received, 1);
+    fence_mbarrier_init();
+    if (parts > 1) mbarrier_arrive_expect_tx(received, (parts - 1) * share * S::kSumRows * 4);
   }
   __syncthreads();
   if (!alone) arrive_at_cluster();
-  let_next_kernel_start();
+  pdl_launch_dependents();
 
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
   const int begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
@@ -85,22 +85,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   float sums[S::kGates][S::kTokens / 2];
   if (warp == S::kComputing / 32) {
     if (lane == 0) {
-      prefetch_map(weight_map);
-      prefetch_map(input_map);
+      prefetch_tensor_map(weight_map);
+      prefetch_tensor_map(input_map);
     }
     const RingAddresses<S::kStageBytes> stages(full, empty, ring);
     const auto copy_weights = [&](int slot, int n) {
       const std::uint32_t stage = stages.stage(slot), barrier = stages.full(slot);
-      arrive_expecting(barrier, S::kStageBytes);
+      mbarrier_arrive_expect_tx(barrier, S::kStageBytes);
 #pragma unroll
       for (int gate = 0; gate < S::kGates; ++gate) {
-        copy_box(stage + gate * S::kTileBytes, weight_map, (begin + n) * kStep,
-                 static_cast<int>(first_channel + gate * args.channels), barrier);
+        tma_load_tile(stage + gate * S::kTileBytes, weight_map, (begin + n) * kStep,
+                      static_cast<int>(first_channel + gate * args.channels), barrier);
       }
     };
     const auto copy_inputs = [&](int slot, int n) {
-      copy_box(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep,
-               static_cast<int>(first_token), stages.full(slot));
+      tma_load_tile(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep,
+                    static_cast<int>(first_token), stages.full(slot));
     };
     const int ahead = min(count, S::kStages);
     if (lane == 0) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       At at;
       for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
       for (int n = ahead; n < count; ++n, ++at) {
-        wait_barrier(stages.empty(at.slot), (at.turn - 1) % 2);
+        mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
         copy_weights(at.slot, n);
         copy_inputs(at.slot, n);
       }
@@ -149,26 +149,26 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     const RingAddresses<S::kStageBytes> stages(full, empty, ring);
     At at;
     for (int n = 0, last = 0; n < count; ++n, ++at) {
-      wait_barrier(stages.full(at.slot), at.turn % 2);
+      mbarrier_wait(stages.full(at.slot), at.round % 2);
       const std::uint32_t stage = stages.stage(at.slot);
-      const std::uint64_t inputs = describe_tile(stage + S::kWeightBytes);
-      begin_products();
+      const std::uint64_t inputs = smem_descriptor(stage + S::kWeightBytes);
+      wgmma_fence();
 #pragma unroll
       for (int gate = 0; gate < S::kGates; ++gate) {
-        const std::uint64_t weights = describe_tile(stage + gate * S::kTileBytes);
+        const std::uint64_t weights = smem_descriptor(stage + gate * S::kTileBytes);
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          Product<S::kTokens>::add(sums[gate], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
+          Wgmma<S::kTokens>::add(sums[gate], weights + 2 * k, inputs + 2 * k, n > 0 || k > 0);
         }
       }
-      commit_products();
+      wgmma_commit();
       if (n > 0) {
-        wait_products<1>();
-        if (lane == 0) arrive(stages.empty(last));
+        wgmma_wait<1>();
+        if (lane == 0) mbarrier_arrive(stages.empty(last));
       }
       last = at.slot;
     }
-    wait_products<0>();
+    wgmma_wait<0>();
   }
 
   // Short code that runs in a loop: long code that runs once would wait for its instructions. What
@@ -178,10 +178,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int quads = share * kQuads, stride = share * S::kSumRows;
   const auto place = [&](int n) {
     const int token = n / kQuads, quad = n % kQuads * kQuad;
-    return Place{static_cast<int>(first_token) + part * share + token,
-                 static_cast<int>(first_channel) + quad, token, quad};
+    return QuadPosition{static_cast<int>(first_token) + part * share + token,
+                        static_cast<int>(first_channel) + quad, token, quad};
   };
-  Place at = place(threadIdx.x), next = at;
+  QuadPosition at = place(threadIdx.x), next = at;
   Before<S::kStepping> before, coming;
 
   // The ring becomes [tokens][rows] of this block's sums. In parts, each gets its share of the
@@ -208,16 +208,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       }
     }
   }
-  if (parts > 1) fence_for_copies();
+  if (parts > 1) fence_proxy_async();
   __syncthreads();
   const float* parts_sums = staged;  // [parts][share][rows]
   if (parts > 1) {
     const int bytes = share * S::kSumRows * 4;
     if (warp == S::kComputing / 32 && lane < parts && lane != part) {
-      copy_to_block(lane, inbox + part * bytes, ring + lane * bytes, bytes, received);
+      tma_copy_to_block(lane, inbox + part * bytes, ring + lane * bytes, bytes, received);
     }
     __syncwarp();
-    wait_barrier(received, 0);
+    mbarrier_wait(received, 0);
     parts_sums = reinterpret_cast<const float*>(inbox);
   }
   // Nobody ends while what it sent is still being read.
@@ -247,11 +247,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
     }
     if constexpr (!S::kStepping) {
-      finish(args, at, vectors, before, y[0]);
+      epilogue(args, at, vectors, before, y[0]);
     } else if constexpr (S::kGates == 2) {
-      finish_step<MinGruCell>(args, at, vectors, before, y);
+      step_epilogue<MinGruCell>(args, at, vectors, before, y);
     } else {
-      finish_step<MinLstmCell>(args, at, vectors, before, y);
+      step_epilogue<MinLstmCell>(args, at, vectors, before, y);
     }
   }
   __syncwarp();

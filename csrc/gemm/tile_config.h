@@ -3,23 +3,23 @@
 
 namespace minserve {
 
-enum class Form {
+enum class TileConfig {
   tokens_8,  // 64 rows of weights (or of channels, with all gates) by so many tokens
   tokens_16,
   tokens_32,
-  tokens_64,   // one block to a multiprocessor, with a longer ring
-  wide_64_32,  // persistent_kernel.cuh: rows of weights by tokens
-  wide_64_64,
-  wide_128_64,
-  wide_192_64,
-  wide_192_96,
-  wide_128_128,
-  wide_192_128,
-  wide_256_128,
+  tokens_64,         // one block to a multiprocessor, with a longer ring
+  persistent_64_32,  // persistent_kernel.cuh: rows of weights by tokens
+  persistent_64_64,
+  persistent_128_64,
+  persistent_192_64,
+  persistent_192_96,
+  persistent_128_128,
+  persistent_192_128,
+  persistent_256_128,
 };
 
-struct Choice {
-  Form form;
+struct GemmConfig {
+  TileConfig form;
   int parts;      // blocks that share the inputs
   int turns = 1;  // parts of them that each block takes in turn (heuristics_deterministic.h)
 };

@@ -20,15 +20,15 @@ namespace cuda {
 
 template <class S>
 struct Tile {
-  const LinearArgs& args;
+  const GemmArgs& args;
   const CUtensorMap& map;  // of x or out
   const float* scale;      // of this tile's tokens
   const int* slots;
-  const Vectors<S::kGates, S::kChannels>& vectors;
+  const EpilogueOperands<S::kGates, S::kChannels>& vectors;
   int first_token, first_channel;
   int group;
 
-  static constexpr int kTokens = S::kFinish, kBlocks = S::kBlocks;
+  static constexpr int kTokens = S::kEpilogueTokens, kBlocks = S::kBlocks;
   static constexpr int kUnitThreads = S::kUnitBlocks * kGroupThreads;
   static constexpr int kRowBytes = kBlockRows * 2;
 
@@ -49,8 +49,8 @@ struct Tile {
   }
 
   template <class Staged>
-  __device__ __forceinline__ void finish(float (&sums)[kBlocks][kTokens / 2],
-                                         const Staged& staged) const {
+  __device__ __forceinline__ void epilogue(float (&sums)[kBlocks][kTokens / 2],
+                                           const Staged& staged) const {
     const auto same = [](float y) { return y; };
     if constexpr (S::kStepping) {
       States first;  // on their way while gates are staged
@@ -75,13 +75,13 @@ struct Tile {
       stage_and_store<true>(sums, staged, same);
       if (args.squares_out) write_norm_inputs<false>(staged);
     }
-    fence_for_copies();
-    if (!S::kStepping && threadIdx.x % kGroupThreads == 0) wait_stores_read();
+    fence_proxy_async();
+    if (!S::kStepping && threadIdx.x % kGroupThreads == 0) tma_wait_stores_read();
   }
 
  private:
   __device__ __forceinline__ void meet_unit() const {
-    meet(1 + group / S::kUnitBlocks, kUnitThreads);
+    named_barrier_sync(1 + group / S::kUnitBlocks, kUnitThreads);
   }
 
   // Tokens of a piece leave while those of the next are made.
@@ -91,15 +91,15 @@ struct Tile {
 #pragma unroll
     for (int piece = 0; piece < S::kPieces; ++piece) {
       stage<kAdding>(sums, piece, staged, f);
-      fence_for_copies();
+      fence_proxy_async();
       meet_unit();
       if (threadIdx.x % kGroupThreads == 0) {
         for (int block = 0; block < kBlocks; ++block) {
           const int all = group * kBlocks + block, from = piece * S::kPieceTokens;
-          store_box(map, first_channel + all * kBlockRows, first_token + from,
-                    staged(all) + from * kRowBytes);
+          tma_store_tile(map, first_channel + all * kBlockRows, first_token + from,
+                         staged(all) + from * kRowBytes);
         }
-        commit_stores();
+        tma_commit_stores();
       }
     }
   }
@@ -119,7 +119,7 @@ struct Tile {
       for (int j = since / 8; j < (since + S::kPieceTokens) / 8;
            j += 2, address += 16 * kRowBytes) {
         unsigned words[4];
-        if (kAdding) load_turned(address, words);
+        if (kAdding) load_transposed(address, words);
 #pragma unroll
         for (int square = 0; square < 2; ++square) {
           const float2 factor =
@@ -137,7 +137,7 @@ struct Tile {
             word = rounded(f(low), f(high), bf16{});
           }
         }
-        store_turned(address, words);
+        store_transposed(address, words);
       }
     }
   }
@@ -227,7 +227,7 @@ struct Tile {
     return S::kGates == 3 ? 0 : group * kBlocks + round / kRounds;
   }
   // Of the quad that this thread steps as number i of a round.
-  __device__ __forceinline__ Place quad_of(int round, int i) const {
+  __device__ __forceinline__ QuadPosition quad_of(int round, int i) const {
     const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
     int offset = thread / kQuads;
     if (kQuads == 8) offset = offset / 8 * 8 + offset % 2 * 4 + offset / 2 % 2 + offset / 4 % 2 * 2;
@@ -238,7 +238,7 @@ struct Tile {
   __device__ __forceinline__ void ask(States& states, int round) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const Place at = quad_of(round, i);
+      const QuadPosition at = quad_of(round, i);
       states[i].load(args, at, at.own_token < kTokens ? slots[at.own_token] : -1);
     }
   }
@@ -259,7 +259,7 @@ struct Tile {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const Place at = quad_of(round, i);
+        const QuadPosition at = quad_of(round, i);
         if (at.own_token >= kTokens || !at.inside(args)) continue;
         Quad<bf16> pre[S::kGates];
 #pragma unroll

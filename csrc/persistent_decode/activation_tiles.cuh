@@ -6,9 +6,9 @@
 // Usually a block is [units][tokens][8] in bfloat16. But 8-bit weights of one or two tokens are not
 // widened: then a block has what the tensor cores multiply them with as they are, two 8-bit parts
 // of every input, the second for what the first leaves, and a power of two for all inputs of a
-// token in the block: [tokens][2][128] bytes, in the order in which lanes take them (weight_tiles.cuh),
-// then those factors. Two int8 have 14 bits and a sign, of the largest input; two e4m3 have as
-// many as bfloat16, of an input that is not 2^13 times smaller than the largest.
+// token in the block: [tokens][2][128] bytes, in the order in which lanes take them
+// (weight_tiles.cuh), then those factors. Two int8 have 14 bits and a sign, of the largest input;
+// two e4m3 have as many as bfloat16, of an input that is not 2^13 times smaller than the largest.
 #pragma once
 
 #include "../core/vector_access.cuh"
@@ -17,7 +17,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 constexpr unsigned kInfinity = 0x7f800000u;  // the exponent's bits
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned word_of(const uint4& words, int i) {
 
 // Words that have not been written yet.
 __device__ __forceinline__ uint4 missing() {
-  return make_uint4(kNothing, kNothing, kNothing, kNothing);
+  return make_uint4(kNotWritten, kNotWritten, kNotWritten, kNotWritten);
 }
 // Until no lane misses any of its words, which are at place(0), place(1), ...; those that it has
 // are not asked for again.
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Pla
 // Adds to the diagonal of a square of sums, whose rows and columns are quads of lanes, the squares
 // of the numbers in two words of each lane.
 __device__ __forceinline__ void add_squares(float (&sums)[4], unsigned x, unsigned y) {
-  multiply_step(sums, make_uint4(x, 0, y, 0), x, y);
+  mma_bf16(sums, make_uint4(x, 0, y, 0), x, y);
 }
 __device__ __forceinline__ float of_diagonal(const float (&sums)[4]) {
   const int lane = threadIdx.x % 32, quad = lane / 4;
@@ -86,13 +86,14 @@ __device__ __forceinline__ void tell_squares(float* squares, float sum) {
 //
 // Sums of squares: of all blocks of this warp, [token], or in a fixed order of every block of the
 // product's inputs by itself, [block][token].
-template <WeightType kType, bool kNorm, bool kFixed, bool kPieces>
-__device__ __forceinline__ void take_whole(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                           int first, const unsigned char* set, unsigned char* own,
+template <WeightType kType, bool kNorm, bool kBatchInvariant, bool kPieces>
+__device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
+                                           const DecodePhase& phase, int first,
+                                           const unsigned char* set, unsigned char* own,
                                            float* squares) {
   constexpr int kBlock = inputs_of_block(kType), kEach = kBlock / kUnit / 4, kWords = 4;
-  constexpr int kAtOnce = kWords / kEach;               // blocks
-  constexpr int kStep = kMultiplying * kBlock / kUnit;  // units to this warp's next block
+  constexpr int kAtOnce = kWords / kEach;            // blocks
+  constexpr int kStep = kMmaWarps * kBlock / kUnit;  // units to this warp's next block
   constexpr int kLine = bytes_of_unit(false);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
@@ -102,15 +103,15 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
-  const int of_word = 4 * args.batch * 16, of_block = kMultiplying * kEach * of_word;
+  const int of_word = 4 * args.batch * 16, of_block = kMmaWarps * kEach * of_word;
   float squared = 0.0f;
-  if (kNorm && kFixed) squares += warp * kEight;
+  if (kNorm && kBatchInvariant) squares += warp * kColumns;
 #pragma unroll 1
   for (int left = (kPieces ? min(blocks, phase.at_once) : blocks) - warp; left > 0;
-       left -= kAtOnce * kMultiplying) {
+       left -= kAtOnce * kMmaWarps) {
     uint4 words[kWords], norm[kWords];
     float of_quads[kAtOnce][2] = {};  // of a block: first ones of this lane's units, second ones
-    const auto there = [&](int i) { return i < kEach || left > kMultiplying; };
+    const auto there = [&](int i) { return i < kEach || left > kMmaWarps; };
     if (kNorm) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (!there(i)) continue;
-      if (kNorm && kFixed) {
+      if (kNorm && kBatchInvariant) {
         const unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
         *reinterpret_cast<uint4*>(to + i / kEach * of_block + i % kEach * of_word) = words[i];
       }
     }
-    if (kNorm && kFixed) {
+    if (kNorm && kBatchInvariant) {
       // In the order of write_residual() (gemm/epilogue.cuh): quads 8, 4, 2 and 1 apart.
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -156,15 +157,15 @@ __device__ __forceinline__ void take_whole(const WholeStepArgs& args, const Whol
           of_quad += __shfl_xor_sync(0xffffffffu, of_quad, 1);
         }
         if (lane % 4 == 0) {
-          squares[i * kMultiplying * kEight + token] = of_quads[i][0] + of_quads[i][1];
+          squares[i * kMmaWarps * kColumns + token] = of_quads[i][0] + of_quads[i][1];
         }
       }
-      squares += kAtOnce * kMultiplying * kEight;
+      squares += kAtOnce * kMmaWarps * kColumns;
     }
     from += kAtOnce * kStep * kLine;
     to += kAtOnce * of_block;
   }
-  if (kNorm && !kFixed) tell_squares(squares, squared);
+  if (kNorm && !kBatchInvariant) tell_squares(squares, squared);
   __syncwarp();
 }
 
@@ -224,9 +225,9 @@ __device__ __forceinline__ unsigned larger(unsigned x, unsigned y) {
 
 // A lane has a unit of a block. The halves of a warp have a token each, or a block of one token.
 template <WeightType kType, bool kNorm>
-__device__ __forceinline__ void take_split(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                           const unsigned char* set, unsigned char* own,
-                                           float* squares) {
+__device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
+                                           const DecodePhase& phase, const unsigned char* set,
+                                           unsigned char* own, float* squares) {
   constexpr int kAtOnce = 2, kUnits = inputs_of_block(kType) / kUnit, kLine = bytes_of_unit(true);
   static_assert(kUnits == 16 && kMostSplit == 2, "a unit for each lane of a half");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, unit = lane % kUnits;
@@ -234,8 +235,8 @@ __device__ __forceinline__ void take_split(const WholeStepArgs& args, const Whol
   const bool alone = args.batch == 1;
   const int token = alone ? 0 : half;
   // Blocks from the first half's to this one's, and to the next ones.
-  const int beside = alone ? half * kMultiplying : 0;
-  const int step = alone ? 2 * kMultiplying : kMultiplying;
+  const int beside = alone ? half * kMmaWarps : 0;
+  const int step = alone ? 2 * kMmaWarps : kMmaWarps;
   const int of_block = bytes_of_block(kType, true, args.batch), bytes_of_step = step * of_block;
   const int first_unit = (warp + beside) * kUnits + unit;
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
@@ -283,7 +284,7 @@ __device__ __forceinline__ void take_split(const WholeStepArgs& args, const Whol
       if (unit == 0) {
         // No number is one again.
         reinterpret_cast<unsigned*>(block + 2 * args.batch * kBlockBytes)[token] =
-            largest < kInfinity ? exponent - (Splitting<kType>::kExponent << 23) : kNothing;
+            largest < kInfinity ? exponent - (Splitting<kType>::kExponent << 23) : kNotWritten;
       }
     }
     from += kAtOnce * step * (kUnits * kLine);
@@ -303,8 +304,9 @@ __device__ __forceinline__ void take_split(const WholeStepArgs& args, const Whol
 }
 
 template <WeightType kType, bool kSplit, bool kNorm, bool kPieces>
-__device__ __forceinline__ void take_inputs(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                            int first, const unsigned char* set, unsigned char* own,
+__device__ __forceinline__ void take_inputs(const PersistentDecodeArgs& args,
+                                            const DecodePhase& phase, int first,
+                                            const unsigned char* set, unsigned char* own,
                                             float* squares) {
   if constexpr (kSplit) {
     static_assert(!kPieces);
@@ -314,6 +316,6 @@ __device__ __forceinline__ void take_inputs(const WholeStepArgs& args, const Who
   }
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -22,7 +22,7 @@ constexpr int inputs_of_block(WeightType type) {
 
 // One product, and what its results go through before the next one reads them. Channels come in
 // units of eight neighbours.
-struct WholeStepPhase {
+struct DecodePhase {
   const void* weight;  // tensor map of [gates * channels, inputs]; embed: the table [ids, channels]
   // What the sums of 8-bit weights are multiplied with, [gates * channels]; embed: the rows of an
   // 8-bit table, [ids]; or null.
@@ -48,16 +48,16 @@ constexpr int kUnit = 8;         // channels
 constexpr int kMostTokens = 16;  // rows of a batch, at most
 // Rows are taken eight at a time: each eight has columns of the tensor cores' products, lines of
 // the exchange and warps that finish its sums of its own, and weights are loaded once for all.
-constexpr int kEight = 8;
-constexpr int kMostEights = 2;
-static_assert(kMostTokens == kMostEights * kEight);
-constexpr int eights_of(int batch) {
-  return (batch + kEight - 1) / kEight;
+constexpr int kColumns = 8;
+constexpr int kMostColumnTiles = 2;
+static_assert(kMostTokens == kMostColumnTiles * kColumns);
+constexpr int column_tiles_of(int batch) {
+  return (batch + kColumns - 1) / kColumns;
 }
 constexpr int kMostPhases = 224;   // of a step, at most: all arguments fit into those of a kernel
 constexpr int kMostTaps = 4;       // of a convolution, at most
 constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
-constexpr int kMostParts = 8;      // of the inputs, in a fixed order
+constexpr int kMostSplitK = 8;     // of the inputs, in a fixed order
 constexpr int kMostSquares = 64;   // sums of squares of a token, in a fixed order
 constexpr int kMostInputBytes = 64 * 1024;  // of all tokens' inputs at a time, at most
 // Where the sums of three gates and two eights leave no room for as many.
@@ -65,10 +65,10 @@ constexpr int kFewInputBytes = 32 * 1024;
 constexpr int kMostDividedTiles = 2;  // of a block, where inputs come in pieces: sums have to wait
 constexpr int kMostPieces = 4;        // of inputs, in a fixed order: each has some of the parts
 constexpr int kTaking = 16;           // warps, each of which takes every so manyth block of inputs
-constexpr int kUnitLine = kUnit * kEight * 2;  // bytes: 128, as a line of the caches
+constexpr int kUnitLine = kUnit * kColumns * 2;  // bytes: 128, as a line of the caches
 
-// Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts (activation_tiles.cuh). To
-// widen weights is a work per weight, to split inputs one per token.
+// Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts
+// (activation_tiles.cuh). To widen weights is a work per weight, to split inputs one per token.
 constexpr int kMostSplit = 2;  // tokens
 constexpr bool splits(WeightType type, int batch) {
   return type != WeightType::bf16 && batch <= kMostSplit;
@@ -80,22 +80,22 @@ constexpr int bytes_of_unit(bool split) {
 }
 static_assert(bytes_of_unit(true) >= kMostSplit * kUnit * 2, "room for all tokens");
 constexpr int input_room(int gates, int batch) {
-  return gates > 2 && batch > kEight ? kFewInputBytes : kMostInputBytes;
+  return gates > 2 && batch > kColumns ? kFewInputBytes : kMostInputBytes;
 }
 // Rows that there is room for in shared memory: of several eights each has all.
 constexpr int rows_with_room(int batch) {
-  return batch <= kEight ? batch : eights_of(batch) * kEight;
+  return batch <= kColumns ? batch : column_tiles_of(batch) * kColumns;
 }
 // What a block of the inputs of so many rows of an eight takes there.
 constexpr int bytes_of_block(WeightType type, bool split, int rows) {
   return rows * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
 }
 
-struct WholeStepArgs {
+struct PersistentDecodeArgs {
   int phases = 0;
   int batch = 0;
-  bool in_pieces = false;    // some inputs have no room at once
-  bool fixed_order = false;  // sums are the bits of linear/ in a fixed order; bf16 only
+  bool in_pieces = false;        // some inputs have no room at once
+  bool batch_invariant = false;  // sums are the bits of linear/ in a fixed order; bf16 only
   WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
@@ -119,9 +119,9 @@ struct WholeStepArgs {
   unsigned long long* ended = nullptr;  // how many blocks have ended, of all steps
   // Two sets, each of an eight after the other; all bits are set before the first step.
   unsigned char* exchange = nullptr;
-  std::int64_t eight_bytes = 0, set_bytes = 0;
+  std::int64_t column_tile_bytes = 0, set_bytes = 0;
 
-  WholeStepPhase phase[kMostPhases];
+  DecodePhase phase[kMostPhases];
 };
 
 }  // namespace minserve

@@ -1,7 +1,7 @@
 // Products whose sums are those of linear/ in a fixed order, bit for bit: a part of the inputs is
 // summed from zero, sixteen inputs after another, and parts are added up in their order
-// (gemm/heuristics_deterministic.h says how many there are). mma.sync and wgmma round sixteen products and a
-// sum alike, as tests/ops/test_whole_step_order.py sees.
+// (gemm/heuristics_deterministic.h says how many there are). mma.sync and wgmma round sixteen
+// products and a sum alike, as tests/ops/test_whole_step_order.py sees.
 //
 // So a warp has a part of two tiles, a job, instead of some inputs of all tiles. Its products wait
 // for each other, 25 cycles a step; what makes up for that is that jobs run side by side, and that
@@ -16,7 +16,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 // What a warp multiplies at once: a block of inputs of two tiles.
 struct Fragments {
@@ -25,14 +25,14 @@ struct Fragments {
   __device__ __forceinline__ void load(std::uint32_t weights, std::uint32_t inputs,
                                        std::uint32_t half) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = load_matrices(weights ^ (i << 5));
-    x = load_matrices(inputs), y = load_matrices(inputs + half);
+    for (int i = 0; i < 4; ++i) w[i] = ldmatrix_x4(weights ^ (i << 5));
+    x = ldmatrix_x4(inputs), y = ldmatrix_x4(inputs + half);
   }
   __device__ __forceinline__ void multiply(float (&sums)[4]) const {
-    multiply_step(sums, w[0], x.x, x.y);
-    multiply_step(sums, w[1], x.z, x.w);
-    multiply_step(sums, w[2], y.x, y.y);
-    multiply_step(sums, w[3], y.z, y.w);
+    mma_bf16(sums, w[0], x.x, x.y);
+    mma_bf16(sums, w[1], x.z, x.w);
+    mma_bf16(sums, w[2], y.x, y.y);
+    mma_bf16(sums, w[3], y.z, y.w);
   }
 };
 // Sums of a job's part of the inputs.
@@ -91,10 +91,11 @@ class PartSums {
 };
 
 template <int kGates, bool kPieces>
-__device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
-                                                  Shared<kGates, false, true>& shared,
-                                                  const unsigned char* ring, unsigned char* inputs,
-                                                  const unsigned char* set) {
+__device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeArgs& args,
+                                                         Shared<kGates, false, true>& shared,
+                                                         const unsigned char* ring,
+                                                         unsigned char* inputs,
+                                                         const unsigned char* set) {
   constexpr WeightType kType = WeightType::bf16;
   using Tiles = Tiles<kType, false>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -104,27 +105,27 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
   const std::uint32_t weights =
       shared_address(ring) + Tiles::place(lane) + lane / 8 % 2 * kTileBytes;
   Stages<Shared<kGates, false, true>> stages(shared, args.stages);
-  Rooms<kGates> rooms(shared, place_of_sum(WholeSums::first_token(lane), lane / 4));
+  Rooms<kGates> rooms(shared, place_of_sum(AllTokenSums::first_token(lane), lane / 4));
   int first_stage = 0;  // of this phase
   unsigned stored = 0;
   const PartSums part_sums(stages, weights, of_block,
-                           static_cast<unsigned>(args.batch) / (kEight + 1));
+                           static_cast<unsigned>(args.batch) / (kColumns + 1));
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
-    const WholeStepPhase& phase = args.phase[p];
-    const WholeStepPhase& before = args.phase[p - 1];
+    const DecodePhase& phase = args.phase[p];
+    const DecodePhase& before = args.phase[p - 1];
     const int gates = gates_of<kGates>(phase), parts = phase.parts, log = 31 - __clz(parts);
     const int blocks = phase.inputs / inputs_of_block(kType);
     const int stages_each = stages_of<kType>(phase.inputs);
     const Units units = units_of(phase);
     const int tiles = max(units.end - units.first, 0) * gates, pairs = (tiles + 1) / 2;
     // Jobs are dealt from the last warp on, for the first ones have inputs to take.
-    const int job = kMultiplying - 1 - warp, part = job & (parts - 1);
+    const int job = kMmaWarps - 1 - warp, part = job & (parts - 1);
     const int begin = part * blocks >> log, end = (part + 1) * blocks >> log;
     const int threads = threads_of_unit(gates, parts);
     // Of its last stage a warp also gives back what lies behind the last block.
     const int behind = end == blocks ? stages_each * kOfGroup - blocks : 0;
-    if (units_of(before).first < before.units) wait_barrier(shared.stored, stored++ % 2);
+    if (units_of(before).first < before.units) mbarrier_wait(shared.stored, stored++ % 2);
     if (tiles == 0) continue;
 
     int pair = job >> log, stage;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
       }
       const int before = taken;
       taken += kPieces ? phase.at_once : blocks;
-      barrier_sync<kMultiplying * 32>(kTaken);
+      barrier_sync<kMmaWarps * 32>(kTaken);
       delay(16, 8000);
       if (threadIdx.x == 0) set_count(shared.products_begun, p);
       if (!early && pair < pairs && (!kPieces || end <= taken)) place = stages.wait(stage);
@@ -168,26 +169,26 @@ __device__ __forceinline__ void multiply_in_order(const WholeStepArgs& args,
         // Both tiles may be of one unit, or of two.
         first.wait();
         store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
-        if (ends) arrive_at(first.barrier, threads);
+        if (ends) named_barrier_arrive(first.barrier, threads);
         if (two) {
           if (ends) second.wait();
           store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
-          arrive_at(second.barrier, threads);
+          named_barrier_arrive(second.barrier, threads);
         }
-        pair += kMultiplying >> log;
+        pair += kMmaWarps >> log;
         if (pair < pairs) {
           plan();
           place = stages.wait(stage);
         }
       }
       if (!kPieces) break;
-      if (taken < blocks) barrier_sync<kMultiplying * 32>(kTaken);  // nobody reads them any more
+      if (taken < blocks) barrier_sync<kMmaWarps * 32>(kTaken);  // nobody reads them any more
     }
     first_stage += pairs * stages_each;
     rooms.count(units.end - units.first);
   }
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -12,30 +12,32 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
-// As take_whole (activation_tiles.cuh), not in a fixed order. `arrived` counts the bytes that have come, for
-// the `turn`th time.
+// As take_whole (activation_tiles.cuh), not in a fixed order. `arrived` counts the bytes that have
+// come, for the `turn`th time.
 template <bool kNorm>
-__device__ __forceinline__ void take_eights(const WholeStepArgs& args, const WholeStepPhase& phase,
-                                            int first, const unsigned char* set, unsigned char* own,
-                                            float* squares, std::uint64_t& arrived,
-                                            unsigned& turn) {
-  constexpr int kEights = 2, kBlock = inputs_of_block(WeightType::bf16), kUnits = kBlock / kUnit;
+__device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& args,
+                                                  const DecodePhase& phase, int first,
+                                                  const unsigned char* set, unsigned char* own,
+                                                  float* squares, std::uint64_t& arrived,
+                                                  unsigned& turn) {
+  constexpr int kColumnTiles = 2, kBlock = inputs_of_block(WeightType::bf16),
+                kUnits = kBlock / kUnit;
   constexpr int kBytes = kUnits * kUnitLine;  // of a block of an eight
-  constexpr int kMostBlocks = kMostInputBytes / (kEights * kBytes) / kMultiplying;
-  constexpr int kMost = kEights * kMostBlocks;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % kEight;
+  constexpr int kMostBlocks = kMostInputBytes / (kColumnTiles * kBytes) / kMmaWarps;
+  constexpr int kMost = kColumnTiles * kMostBlocks;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % kColumns;
   const int blocks = min(phase.inputs / kBlock - first, phase.at_once);
-  const int count = blocks > warp ? (blocks - warp + kMultiplying - 1) / kMultiplying : 0;
+  const int count = blocks > warp ? (blocks - warp + kMmaWarps - 1) / kMmaWarps : 0;
   const int first_unit = (first + warp) * kUnits;
   // Of block i / 2, eight i % 2.
   const auto place = [&](int i) {
-    return own + i / kEights * (kMultiplying * kBytes) + i % kEights * args.input_bytes;
+    return own + i / kColumnTiles * (kMmaWarps * kBytes) + i % kColumnTiles * args.input_bytes;
   };
   const auto source = [&](int i) {
-    return set + i % kEights * args.eight_bytes + phase.in +
-           (first_unit + i / kEights * (kMultiplying * kUnits)) * kUnitLine;
+    return set + i % kColumnTiles * args.column_tile_bytes + phase.in +
+           (first_unit + i / kColumnTiles * (kMmaWarps * kUnits)) * kUnitLine;
   };
   float sums[kMost] = {};  // of squares: blocks come in any order, and are added up in one
   uint4 norm[kNorm ? kMostBlocks : 1][2];
@@ -43,56 +45,56 @@ __device__ __forceinline__ void take_eights(const WholeStepArgs& args, const Who
 #pragma unroll
     for (int i = 0; i < kMostBlocks; ++i) {
       const uint4* from = static_cast<const uint4*>(phase.norm) + first_unit +
-                          i * (kMultiplying * kUnits) + lane / kEight;
+                          i * (kMmaWarps * kUnits) + lane / kColumns;
       if (i < count) norm[i][0] = __ldg(from), norm[i][1] = __ldg(from + kUnits / 2);
     }
   }
-  unsigned left = (1u << kEights * count) - 1;
+  unsigned left = (1u << kColumnTiles * count) - 1;
   // What this warp has written there, or read, comes before what is copied.
-  fence_for_copies();
+  fence_proxy_async();
   __syncwarp();
 #pragma unroll 1
   while (left) {
     if (lane == 0) {
-      arrive_expecting(arrived, __popc(left) * kBytes);
+      mbarrier_arrive_expect_tx(arrived, __popc(left) * kBytes);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        if (left >> i & 1) copy_bytes(place(i), source(i), kBytes, arrived);
+        if (left >> i & 1) tma_load_bytes(place(i), source(i), kBytes, arrived);
       }
     }
-    wait_barrier(arrived, turn++ % 2);
+    mbarrier_wait(arrived, turn++ % 2);
     delay(16, 3000);
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       if (!(left >> i & 1)) continue;
       uint4* const at = reinterpret_cast<uint4*>(place(i)) + lane;
       uint4 low = at[0], high = at[32];
-      const bool real = i % kEights * kEight + token < args.batch;
+      const bool real = i % kColumnTiles * kColumns + token < args.batch;
       if (!__all_sync(0xffffffffu, !real || (written(low) && written(high)))) continue;
       left &= ~(1u << i);
       if (kNorm) {
         if (!real) low = high = uint4{};
         add_squares(sums[i], low);
         add_squares(sums[i], high);
-        at[0] = product(low, norm[i / kEights][0]);
-        at[32] = product(high, norm[i / kEights][1]);
+        at[0] = product(low, norm[i / kColumnTiles][0]);
+        at[32] = product(high, norm[i / kColumnTiles][1]);
       }
     }
   }
   if (kNorm) {
 #pragma unroll
-    for (int eight = 0; eight < kEights; ++eight) {
+    for (int eight = 0; eight < kColumnTiles; ++eight) {
       float sum = sums[eight];
 #pragma unroll
-      for (int i = eight + kEights; i < kMost; i += kEights) sum += sums[i];
+      for (int i = eight + kColumnTiles; i < kMost; i += kColumnTiles) sum += sums[i];
       sum += __shfl_xor_sync(0xffffffffu, sum, 8);
       sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-      if (lane < kEight) squares[eight * kMultiplying * kEight + token] = sum;
+      if (lane < kColumns) squares[eight * kMmaWarps * kColumns + token] = sum;
     }
   }
   __syncwarp();
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -11,7 +11,7 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 // Whether results of products, and rows of an 8-bit table, have a scale.
 template <WeightType kType>
@@ -23,7 +23,7 @@ __device__ __forceinline__ float2 load_floats(const float* p) {
 
 // Two neighbouring numbers of a table's row; an 8-bit table's are scaled and rounded.
 template <WeightType kType>
-__device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, std::int64_t at) {
+__device__ __forceinline__ float2 look_up(const DecodePhase& phase, int row, std::int64_t at) {
   if (!kScaled<kType> || !phase.scale) return load_pair(phase.weight, at);
   const unsigned two = *reinterpret_cast<const unsigned short*>(
       static_cast<const unsigned char*>(phase.weight) + at);
@@ -34,28 +34,28 @@ __device__ __forceinline__ float2 look_up(const WholeStepPhase& phase, int row, 
 
 // Sums of a lane's pair, of all parts of the inputs in their order.
 template <int kSums>
-__device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostParts][kSums],
+__device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostSplitK][kSums],
                                                  int parts) {
   const int lane = threadIdx.x % 32, at = place_of_sum(lane / 4, lane % 4 * 2);
-  float2 of_part[kMostParts], all = {};
+  float2 of_part[kMostSplitK], all = {};
 #pragma unroll
-  for (int part = 0; part < kMostParts; ++part) {
+  for (int part = 0; part < kMostSplitK; ++part) {
     of_part[part] = {};
     if (part < parts) of_part[part] = *reinterpret_cast<const float2*>(&sums[part][at]);
   }
 #pragma unroll
-  for (int part = 0; part < kMostParts; ++part) {  // a zero more changes no sum that began with +0
+  for (int part = 0; part < kMostSplitK; ++part) {  // a zero more changes no sum that began with +0
     all.x += of_part[part].x, all.y += of_part[part].y;
   }
   return all;
 }
 // Of all warps, of the eight whose sums begin at `first`.
 template <int kTokens, int kSums>
-__device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums], int first) {
+__device__ __forceinline__ float2 total(const float (&sums)[kMmaWarps][kSums], int first) {
   const int lane = threadIdx.x % 32, at = first + place_of_sum(lane / 4 % kTokens, lane % 4 * 2);
   float2 even = {}, odd = {};
 #pragma unroll
-  for (int w = 0; w < kMultiplying; w += 2) {
+  for (int w = 0; w < kMmaWarps; w += 2) {
     const float2 a = *reinterpret_cast<const float2*>(&sums[w][at]);
     const float2 b = *reinterpret_cast<const float2*>(&sums[w + 1][at]);
     even.x += a.x, even.y += a.y, odd.x += b.x, odd.y += b.y;
@@ -66,18 +66,18 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMultiplying][kSums]
 // What a norm multiplies the sums of this lane's token with; bits are those of linear/ where the
 // order is fixed.
 template <int kSums>
-__device__ __forceinline__ float norm_scale_in_order(const WholeStepArgs& args,
-                                                     const float (&squares)[kSums][kEight]) {
+__device__ __forceinline__ float norm_scale_in_order(const PersistentDecodeArgs& args,
+                                                     const float (&squares)[kSums][kColumns]) {
   float sum = 0.0f;
 #pragma unroll 8
   for (int i = 0; i < args.width / kSquareRows; ++i) sum += squares[i][threadIdx.x % 32 / 4];
-  LeftNorm norm;
+  DeferredNorm norm;
   norm.width = static_cast<float>(args.width), norm.eps = args.eps;
   return norm_scale_of(norm, sum);
 }
 template <int kSums>
-__device__ __forceinline__ float norm_scale_of_warps(const WholeStepArgs& args,
-                                                     const float (&squares)[kSums][kEight]) {
+__device__ __forceinline__ float norm_scale_of_warps(const PersistentDecodeArgs& args,
+                                                     const float (&squares)[kSums][kColumns]) {
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < kSums; ++w) sum += squares[w][threadIdx.x % 32 / 4];
@@ -101,28 +101,29 @@ __device__ __forceinline__ T one_of(const T (&all)[2], int which) {
 
 // Warps take turns at what a block has to finish: units, of each eight after the other. So two
 // warps finish a unit of two eights.
-template <template <class> class CellOf, WeightType kType, bool kSplit, bool kFixed, int kEights,
-          class Options>
-__device__ __forceinline__ void finish(
-    const WholeStepArgs& args, const Options& options,
-    Shared<CellOf<float>::kInputs, kSplit, kFixed, kEights>& shared, unsigned char* set) {
+template <template <class> class CellOf, WeightType kType, bool kSplit, bool kBatchInvariant,
+          int kColumnTiles, class Options>
+__device__ __forceinline__ void epilogue(
+    const PersistentDecodeArgs& args, const Options& options,
+    Shared<CellOf<float>::kInputs, kSplit, kBatchInvariant, kColumnTiles>& shared,
+    unsigned char* set) {
   constexpr int kGates = CellOf<float>::kInputs;
-  using OfBlock = Shared<kGates, kSplit, kFixed, kEights>;
-  const int warp = threadIdx.x / 32 - kMultiplying, lane = threadIdx.x % 32;
-  const auto token_of = [&](int eight) { return eight * kEight + lane / 4; };
-  int slots[kEights];  // -1: none
+  using OfBlock = Shared<kGates, kSplit, kBatchInvariant, kColumnTiles>;
+  const int warp = threadIdx.x / 32 - kMmaWarps, lane = threadIdx.x % 32;
+  const auto token_of = [&](int eight) { return eight * kColumns + lane / 4; };
+  int slots[kColumnTiles];  // -1: none
 #pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) {
+  for (int eight = 0; eight < kColumnTiles; ++eight) {
     const int token = token_of(eight);
     slots[eight] = token < args.batch ? args.slots[token] : -1;
     if (slots[eight] >= args.num_slots) slots[eight] = -1;
   }
   constexpr int kLine = bytes_of_unit(kSplit);
-  float2 stream[kEights] = {};  // the residual one, of each of this warp's turns
-  unsigned turn = 0;            // in a fixed order: how many units this warp has taken sums of
+  float2 stream[kColumnTiles] = {};  // the residual one, of each of this warp's turns
+  unsigned turn = 0;                 // in a fixed order: how many units this warp has taken sums of
 #pragma unroll 1
   for (int p = 0; p < args.phases; ++p) {
-    const WholeStepPhase& phase = args.phase[p];
+    const DecodePhase& phase = args.phase[p];
     const auto kind = static_cast<PhaseKind>(phase.kind);
     const int units = phase.units;
     const void* bias = phase.bias;
@@ -133,11 +134,11 @@ __device__ __forceinline__ void finish(
     const bool normed = phase.norm != nullptr, convolved = phase.taps != nullptr;
     unsigned char* to = set + phase.out;
     const Units own = units_of(phase);
-    const int first = own.first * kEights, end = own.end * kEights;
+    const int first = own.first * kColumnTiles, end = own.end * kColumnTiles;
     const auto beside = [&](int item) {
       Beside<kGates> found;
       if (item >= end) return found;
-      const int channel = item / kEights * kUnit + lane % 4 * 2;
+      const int channel = item / kColumnTiles * kUnit + lane % 4 * 2;
       const int last = kind == PhaseKind::gates ? kGates : 1;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void finish(
         if (bias) found.shift[gate] = load_pair(bias, of_gate);
       }
       if (kind == PhaseKind::gates) {
-        found.before = load_floats(state_of(one_of(slots, item % kEights)) + channel);
+        found.before = load_floats(state_of(one_of(slots, item % kColumnTiles)) + channel);
       }
       return found;
     };
@@ -157,20 +158,20 @@ __device__ __forceinline__ void finish(
     // What an item needs besides the sums is on its way before those of the one ahead are there.
     int item = first + warp;
     Beside<kGates> next = beside(item);
-    if (kFixed && normed && item < end) {
+    if (kBatchInvariant && normed && item < end) {
       while (count_at(shared_address(&shared.products_begun)) < p) {
       }
       __syncwarp();
       scale = norm_scale_in_order(args, shared.squares[0]);
     }
 #pragma unroll 1
-    for (int kept = 0; item < end; item += kFinishing, ++kept) {
-      const int unit = item / kEights, eight = item % kEights;
+    for (int kept = 0; item < end; item += kEpilogueWarps, ++kept) {
+      const int unit = item / kColumnTiles, eight = item % kColumnTiles;
       const int channel = unit * kUnit + lane % 4 * 2;
       const int token = token_of(eight), slot = one_of(slots, eight);
       const bool real = token < args.batch;
       const Beside<kGates> here = next;
-      next = beside(item + kFinishing);
+      next = beside(item + kEpilogueWarps);
       float2 x = one_of(stream, kept), y[kGates] = {};
       if (kind == PhaseKind::embed) {
         const int id = real ? args.tokens[token] : -1;
@@ -178,19 +179,21 @@ __device__ __forceinline__ void finish(
           x = look_up<kType>(phase, id, static_cast<std::int64_t>(id) * args.width + channel);
         }
       } else {
-        const int room = kFixed         ? warp + turn % kRoomsEach * kFinishing
-                         : kEights == 1 ? warp
-                                        : (unit - own.first) % kFinishing;
-        if constexpr (kFixed) {
-          meet_at(kSummed + room, threads_of_unit(gates_of<kGates>(phase), phase.parts));
+        const int room = kBatchInvariant     ? warp + turn % kRoomsEach * kEpilogueWarps
+                         : kColumnTiles == 1 ? warp
+                                             : (unit - own.first) % kEpilogueWarps;
+        if constexpr (kBatchInvariant) {
+          named_barrier_sync_unaligned(kSummed + room,
+                                       threads_of_unit(gates_of<kGates>(phase), phase.parts));
         } else {
-          barrier_sync<kMeeting<kEights>>(kSummed + room);
+          barrier_sync<kBarrierThreads<kColumnTiles>>(kSummed + room);
         }
         const auto total_of = [&](int gate) {
-          if constexpr (kFixed) {
+          if constexpr (kBatchInvariant) {
             return total_in_order(shared.sums[room][gate], phase.parts);
           } else {
-            return total<OfBlock::kTokens>(shared.sums[room][gate], eight * OfBlock::kSumsOfEight);
+            return total<OfBlock::kTokens>(shared.sums[room][gate],
+                                           eight * OfBlock::kSumsOfColumnTile);
           }
         };
         y[0] = total_of(0);
@@ -198,15 +201,16 @@ __device__ __forceinline__ void finish(
 #pragma unroll
           for (int gate = 1; gate < kGates; ++gate) y[gate] = total_of(gate);
         }
-        if (!kFixed) scale = normed ? norm_scale_of_warps(args, shared.squares[eight]) : 1.0f;
+        if (!kBatchInvariant)
+          scale = normed ? norm_scale_of_warps(args, shared.squares[eight]) : 1.0f;
         ++turn;
         delay(8, 3000);
         __syncwarp();
         if (lane == 0) {
-          if constexpr (kFixed) {
+          if constexpr (kBatchInvariant) {
             set_count(shared.units_taken[warp], turn);
           } else {
-            arrive(shared.taken[room]);
+            mbarrier_arrive(shared.taken[room]);
           }
         }
 #pragma unroll
@@ -243,7 +247,7 @@ __device__ __forceinline__ void finish(
         if (kind == PhaseKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
         out = x;
         if (kept == 0) stream[0] = x;
-        if (kEights > 1 && kept > 0) stream[kEights - 1] = x;
+        if (kColumnTiles > 1 && kept > 0) stream[kColumnTiles - 1] = x;
         if (convolved) {
           float* inputs = args.conv + phase.layer * args.conv_layer_stride +
                           max(slot, 0) * args.conv_slot_stride + channel;
@@ -254,16 +258,16 @@ __device__ __forceinline__ void finish(
         }
       }
       if (real) {
-        store_word(to + eight * args.eight_bytes + unit * kLine + lane * 4,
+        store_word(to + eight * args.column_tile_bytes + unit * kLine + lane * 4,
                    rounded(out.x, out.y, bf16{}));
       }
       // Other units of this block are stored by now or by other warps just now: this only keeps
       // readers from asking too early.
-      if (lane == 0 && unit + 1 == own.end) arrive(shared.stored);
+      if (lane == 0 && unit + 1 == own.end) mbarrier_arrive(shared.stored);
     }
   }
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

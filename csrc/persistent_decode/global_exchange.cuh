@@ -14,9 +14,9 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
-constexpr unsigned kNothing = 0xffffffffu;
+constexpr unsigned kNotWritten = 0xffffffffu;
 
 __device__ __forceinline__ uint4 load_words(const void* at) {
   uint4 words;
@@ -30,16 +30,18 @@ __device__ __forceinline__ void store_word(void* at, unsigned word) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
 }
 __device__ __forceinline__ bool written(const uint4& words) {
-  return words.x != kNothing && words.y != kNothing && words.z != kNothing && words.w != kNothing;
+  return words.x != kNotWritten && words.y != kNotWritten && words.z != kNotWritten &&
+         words.w != kNotWritten;
 }
 
-__device__ __forceinline__ void clear(const WholeStepArgs& args, unsigned char* set) {
-  for (std::int64_t at = (blockIdx.x * kMultiplying * 32 + threadIdx.x) * 16ll; at < args.set_bytes;
-       at += gridDim.x * kMultiplying * 32 * 16ll) {
-    *reinterpret_cast<uint4*>(set + at) = make_uint4(kNothing, kNothing, kNothing, kNothing);
+__device__ __forceinline__ void clear(const PersistentDecodeArgs& args, unsigned char* set) {
+  for (std::int64_t at = (blockIdx.x * kMmaWarps * 32 + threadIdx.x) * 16ll; at < args.set_bytes;
+       at += gridDim.x * kMmaWarps * 32 * 16ll) {
+    *reinterpret_cast<uint4*>(set + at) =
+        make_uint4(kNotWritten, kNotWritten, kNotWritten, kNotWritten);
   }
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -11,14 +11,14 @@ constexpr int kTensorMapBytes = 128;
 namespace cuda {
 
 // Blocks that a step runs in: one on each multiprocessor.
-int whole_step_blocks(int device);
+int persistent_decode_blocks(int device);
 
 // Writes the tensor map of a matrix [rows, inputs], kTensorMapBytes aligned to 64.
-void map_weight(void* map, const void* weight, WeightType type, std::int64_t rows,
-                std::int64_t inputs, int device);
+void encode_weight_map(void* map, const void* weight, WeightType type, std::int64_t rows,
+                       std::int64_t inputs, int device);
 
 // Enqueued on the stream; all blocks run at once. Sets `stages` and `in_flight`.
-void whole_step(WholeStepArgs& args, int device, void* stream);
+void persistent_decode(PersistentDecodeArgs& args, int device, void* stream);
 
 }  // namespace cuda
 #endif

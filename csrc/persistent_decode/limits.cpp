@@ -4,16 +4,17 @@
 
 namespace minserve {
 
-std::tuple<std::int64_t, std::string> whole_step_most_rows(const Tensor& plan_numbers,
-                                                           std::int64_t weight_type,
-                                                           std::int64_t gates, bool fixed_order,
-                                                           std::int64_t multiprocessors) {
+std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& plan_numbers,
+                                                                  std::int64_t weight_type,
+                                                                  std::int64_t gates,
+                                                                  bool batch_invariant,
+                                                                  std::int64_t multiprocessors) {
   const Check check("whole_step", plan_numbers, "plan");
   const std::int64_t* numbers = Plan::numbers_of(check, plan_numbers);
   check.require(multiprocessors >= 1 && multiprocessors <= (1 << 16),
                 "multiprocessors must be at least 1, got ", multiprocessors);
   try {
-    const Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, fixed_order,
+    const Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, batch_invariant,
                     static_cast<int>(multiprocessors));
     const int rows = plan.most_batch();
     return {rows, rows > 0 ? "" : "one row's inputs have no room in shared memory"};

@@ -1,8 +1,8 @@
 // Weights into shared memory, and products of two tiles at a time.
 //
-// Unless the order of sums is fixed (deterministic.cuh), every warp multiplies its own blocks of the
-// inputs by all tiles of its block, and takes them without waiting for another warp. Two groups of
-// warps take turns at the stages of the ring, so that a stage is full whatever the number of
+// Unless the order of sums is fixed (deterministic.cuh), every warp multiplies its own blocks of
+// the inputs by all tiles of its block, and takes them without waiting for another warp. Two groups
+// of warps take turns at the stages of the ring, so that a stage is full whatever the number of
 // inputs, and half of the warps wait at its barriers.
 #pragma once
 
@@ -14,14 +14,14 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 // Stages on their way: as many as hide the memory's latency. What the blocks hand each other waits
 // behind a longer queue, which costs more where that is much, or products are short.
 constexpr int kMostInFlight = 3;
 template <WeightType kType>
-int in_flight(const WholeStepArgs& args) {
-  const bool few = kType != WeightType::bf16 || args.batch > kEight || args.width <= 1024;
+int in_flight(const PersistentDecodeArgs& args) {
+  const bool few = kType != WeightType::bf16 || args.batch > kColumns || args.width <= 1024;
   return few ? 2 : kMostInFlight;
 }
 // A group waits for its next stage, up to so many after its last one, by the parity of its place's
@@ -32,8 +32,8 @@ constexpr int kFewestStages = kMostInFlight + kMostAhead;
 
 // Blocks of 8 rows of a matrix, seen as [blocks, rows, inputs of a block], to a tile's place; zeros
 // past its end.
-__device__ __forceinline__ void copy_tile(void* to, const void* map, int row, int block,
-                                          std::uint64_t& barrier) {
+__device__ __forceinline__ void tma_load_weight_tile(void* to, const void* map, int row, int block,
+                                                     std::uint64_t& barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
@@ -49,24 +49,24 @@ __device__ __forceinline__ int stages_of(int inputs) {
 
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
 // because they are multiplied together. In a fixed order it tells how many stages it has asked for.
-template <int kGates, WeightType kType, bool kFixed, class Shared>
-__device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& shared,
+template <int kGates, WeightType kType, bool kBatchInvariant, class Shared>
+__device__ __forceinline__ void load_weights(const PersistentDecodeArgs& args, Shared& shared,
                                              unsigned char* ring) {
-  Turn stage, landed;
+  PipelineState stage, landed;
   int on_their_way = 0;
   unsigned asked = 0;
-  acquire_map(args.phase[1].weight);
+  acquire_tensor_map(args.phase[1].weight);
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
-    const WholeStepPhase& phase = args.phase[p];
+    const DecodePhase& phase = args.phase[p];
     const int gates = gates_of<kGates>(phase);
     const Units own = units_of(phase);
     const int blocks = stages_of<kType>(phase.inputs) * kOfGroup;
     const void* map = phase.weight;
     if (p + 1 < args.phases) {  // a phase ahead: acquired, a map has to be read anew
       const void* next = args.phase[p + 1].weight;
-      acquire_map(next);
-      prefetch_map(*static_cast<const CUtensorMap*>(next));
+      acquire_tensor_map(next);
+      prefetch_tensor_map(*static_cast<const CUtensorMap*>(next));
     }
     int unit = own.first, gate = 0;
     const auto next_row = [&] {  // of the next tile; -1: there is none
@@ -79,45 +79,45 @@ __device__ __forceinline__ void copy_weights(const WholeStepArgs& args, Shared& 
       const int second = next_row();
 #pragma unroll 1
       for (int block = 0; block < blocks; block += kOfGroup) {
-        if (stage.round > 0) wait_barrier(shared.empty[stage.at], (stage.round - 1) % 2);
+        if (stage.round > 0) mbarrier_wait(shared.empty[stage.at], (stage.round - 1) % 2);
         if (on_their_way == args.in_flight) {
-          wait_barrier(shared.full[landed.at], landed.round % 2);
+          mbarrier_wait(shared.full[landed.at], landed.round % 2);
           landed.advance(1, args.stages);
           --on_their_way;
         }
         std::uint64_t& full = shared.full[stage.at];
         unsigned char* to = ring + stage.at * kStageBytes;
-        arrive_expecting(full, second >= 0 ? kStageBytes : kTileBytes);
-        copy_tile(to, map, first, block, full);
-        if (second >= 0) copy_tile(to + kTileBytes, map, second, block, full);
+        mbarrier_arrive_expect_tx(full, second >= 0 ? kStageBytes : kTileBytes);
+        tma_load_weight_tile(to, map, first, block, full);
+        if (second >= 0) tma_load_weight_tile(to + kTileBytes, map, second, block, full);
         stage.advance(1, args.stages);
         ++on_their_way;
         delay(64, 3000);
-        if (kFixed) set_count(shared.stages_asked, ++asked);
+        if (kBatchInvariant) set_count(shared.stages_asked, ++asked);
       }
     }
   }
 }
 
-template <int kGates, WeightType kType, bool kSplit, bool kPieces, int kEights>
-__device__ __forceinline__ void multiply(const WholeStepArgs& args,
-                                         Shared<kGates, kSplit, false, kEights>& shared,
+template <int kGates, WeightType kType, bool kSplit, bool kPieces, int kColumnTiles>
+__device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
+                                         Shared<kGates, kSplit, false, kColumnTiles>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kOfGroup;
   using Tiles = Tiles<kType, kSplit>;
-  using OfBlock = Shared<kGates, kSplit, false, kEights>;
-  const int rows = kEights > 1 ? kEight : args.batch;
-  const int of_warp = bytes_of_block(kType, kSplit, rows), of_block = kMultiplying * of_warp;
+  using OfBlock = Shared<kGates, kSplit, false, kColumnTiles>;
+  const int rows = kColumnTiles > 1 ? kColumns : args.batch;
+  const int of_warp = bytes_of_block(kType, kSplit, rows), of_block = kMmaWarps * of_warp;
   unsigned char* own = inputs + warp * of_warp;
   typename Tiles::Inputs first_block(shared_address(own), lane, rows);
   std::uint32_t weights = shared_address(ring) + warp % kOfGroup * kWarpBytes + Tiles::place(lane);
   made_once(first_block.at), made_once(first_block.step), made_once(weights);
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
-  constexpr int kOfTile = kMultiplying * OfBlock::kSums;
-  constexpr int kOfFinisher = kGates * kOfTile;
-  Turn stage;           // this group's next one
+  constexpr int kOfTile = kMmaWarps * OfBlock::kSums;
+  constexpr int kOfEpilogueWarp = kGates * kOfTile;
+  PipelineState stage;  // this group's next one
   unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
   // Whether this group had stages of the last product. Else it may be far ahead of the other one,
   // and waits for what that one has summed before it asks for its next stage (kMostAhead).
@@ -127,19 +127,19 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
   stage.at = group;
   // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
   const auto load_weights = [&] {
-    wait_barrier(shared.full[stage.at], stage.round % 2);
+    mbarrier_wait(shared.full[stage.at], stage.round % 2);
     const std::uint32_t from = weights + stage.at * kStageBytes;
     held.load(from, from + kTileBytes, lane);
   };
   // Until this block's own part of a phase is there. Who asks for the others' parts before keeps
   // the L2 cache busy with words that cannot have been written yet.
   unsigned stored = 0;
-  const auto wait_for_own = [&](const WholeStepPhase& before) {
-    if (units_of(before).first < before.units) wait_barrier(shared.stored, stored++ % 2);
+  const auto wait_for_own = [&](const DecodePhase& before) {
+    if (units_of(before).first < before.units) mbarrier_wait(shared.stored, stored++ % 2);
   };
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
-    const WholeStepPhase& phase = args.phase[p];
+    const DecodePhase& phase = args.phase[p];
     const int gates = gates_of<kGates>(phase);
     const int blocks = phase.inputs / inputs_of_block(kType);
     const int stages = stages_of<kType>(phase.inputs);
@@ -151,27 +151,28 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
     if (tiles == 0) continue;
     if (any && !had_some) load_weights();
     had_some = any;
-    int finisher = 0, gate = 0;
+    int epilogue_warp = 0, gate = 0;
     const auto wait_for_room = [&](int next) {
-      wait_barrier(shared.taken[next], handed >> next & 1);
+      mbarrier_wait(shared.taken[next], handed >> next & 1);
     };
     const auto hand = [&](int ready) {
-      arrive_at<kEights>(kSummed + ready);
+      named_barrier_arrive<kColumnTiles>(kSummed + ready);
       handed ^= 1u << ready;
     };
-    typename Tiles::Sums sums[kEights];
+    typename Tiles::Sums sums[kColumnTiles];
     int taken = 0;                                          // blocks of the inputs
     int left = stages - group;                              // of two tiles, this group's stages
     const int missing = left * kOfGroup - (blocks - warp);  // of the last one, up to this warp's
 #pragma unroll 1
     do {
-      if constexpr (kEights > 1) {
-        static_assert(kEights == 2 && kPieces && kType == WeightType::bf16);
+      if constexpr (kColumnTiles > 1) {
+        static_assert(kColumnTiles == 2 && kPieces && kType == WeightType::bf16);
         if (phase.norm) {
-          take_eights<true>(args, phase, 0, set, own, shared.squares[0][warp], shared.arrived[warp],
-                            arrivals);
+          take_column_tiles<true>(args, phase, 0, set, own, shared.squares[0][warp],
+                                  shared.arrived[warp], arrivals);
         } else {
-          take_eights<false>(args, phase, taken, set, own, nullptr, shared.arrived[warp], arrivals);
+          take_column_tiles<false>(args, phase, taken, set, own, nullptr, shared.arrived[warp],
+                                   arrivals);
         }
       } else if (phase.norm) {
         // Nobody reads the sums of squares before any more: a whole other product has been finished
@@ -190,16 +191,16 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
         for (; left > later; left -= kGroups) {
           if (left * kOfGroup > missing) {
 #pragma unroll
-            for (int eight = 0; eight < kEights; ++eight) {
-              typename Tiles::Inputs of_eight = at;
-              of_eight.advance(eight * args.input_bytes);
-              held.multiply(sums[eight], of_eight);
+            for (int eight = 0; eight < kColumnTiles; ++eight) {
+              typename Tiles::Inputs of_column_tile = at;
+              of_column_tile.advance(eight * args.input_bytes);
+              held.multiply(sums[eight], of_column_tile);
             }
           }
           at.advance(of_block);
           delay(64, 3000);
           __syncwarp();
-          if (lane == 0) arrive(shared.empty[stage.at]);
+          if (lane == 0) mbarrier_arrive(shared.empty[stage.at]);
           // The next one of these tiles, or the first one of the next.
           stage.advance(left > kGroups ? kGroups : left + group, args.stages);
           if (left > kGroups || tiles > 2) load_weights();
@@ -209,22 +210,24 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
         // Both tiles may be of one unit, or end one each.
         const bool two = tiles > 1, ends = gate + 1 == gates;
         const int second_gate = ends ? 0 : gate + 1;
-        const int second = !ends ? finisher : finisher + 1 == kFinishing ? 0 : finisher + 1;
-        if (gate == 0) wait_for_room(finisher);
+        const int second = !ends                                 ? epilogue_warp
+                           : epilogue_warp + 1 == kEpilogueWarps ? 0
+                                                                 : epilogue_warp + 1;
+        if (gate == 0) wait_for_room(epilogue_warp);
         if (ends && two) wait_for_room(second);
 #pragma unroll
-        for (int eight = 0; eight < kEights; ++eight) {
-          float* const of_eight = sums_of_lane + eight * OfBlock::kSumsOfEight;
-          sums[eight].store(of_eight + finisher * kOfFinisher + gate * kOfTile,
-                            of_eight + second * kOfFinisher + second_gate * kOfTile, two);
+        for (int eight = 0; eight < kColumnTiles; ++eight) {
+          float* const of_column_tile = sums_of_lane + eight * OfBlock::kSumsOfColumnTile;
+          sums[eight].store(of_column_tile + epilogue_warp * kOfEpilogueWarp + gate * kOfTile,
+                            of_column_tile + second * kOfEpilogueWarp + second_gate * kOfTile, two);
           sums[eight] = {};
         }
-        if (ends) hand(finisher);
-        finisher = second, gate = second_gate;
+        if (ends) hand(epilogue_warp);
+        epilogue_warp = second, gate = second_gate;
         if (two && ++gate == gates) {
-          hand(finisher);
+          hand(epilogue_warp);
           gate = 0;
-          if (++finisher == kFinishing) finisher = 0;
+          if (++epilogue_warp == kEpilogueWarps) epilogue_warp = 0;
         }
         tiles -= 2;
         left = stages - group;
@@ -233,6 +236,6 @@ __device__ __forceinline__ void multiply(const WholeStepArgs& args,
   }
 }
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

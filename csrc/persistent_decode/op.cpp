@@ -26,7 +26,7 @@ class PhaseTensors {
   }
 
   // Fills the addresses of phase n in, whose numbers are `from`.
-  void fill(WholeStepPhase& phase, int n, const std::int64_t* from) const {
+  void fill(DecodePhase& phase, int n, const std::int64_t* from) const {
     const PhaseKind kind = plan_.kind_of(n);
     const bool embed = kind == PhaseKind::embed;
     const std::int64_t channels = from[Plan::kChannels], inputs = from[Plan::kInputs];
@@ -93,7 +93,7 @@ class PhaseTensors {
 
 }  // namespace
 
-void whole_step_map(const Tensor& weight, const Tensor& map) {
+void persistent_decode_map(const Tensor& weight, const Tensor& map) {
   const Check check("whole_step_map", weight, "weight");
   require_hopper(check, weight);
   const ScalarType scalar = weight.scalar_type();
@@ -112,24 +112,24 @@ void whole_step_map(const Tensor& weight, const Tensor& map) {
                     map.numel() == kTensorMapBytes,
                 "map must be uint8[", kTensorMapBytes, "] on the CPU, got ", describe(map));
   alignas(64) unsigned char bytes[kTensorMapBytes];
-  cuda::map_weight(bytes, weight.const_data_ptr(), type, weight.size(0), weight.size(1),
-                   weight.get_device_index());
+  cuda::encode_weight_map(bytes, weight.const_data_ptr(), type, weight.size(0), weight.size(1),
+                          weight.get_device_index());
   std::memcpy(map.mutable_data_ptr(), bytes, sizeof(bytes));
 }
 
-Tensor whole_step(const Tensor& tokens, const Tensor& slots_given,
-                  const std::vector<Tensor>& tensors, const Tensor& maps,
-                  const Tensor& plan_numbers, const Tensor& cell, const MaybeTensor& conv,
-                  const Tensor& exchange, const Tensor& ended, std::int64_t weight_type,
-                  std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates,
-                  bool fixed_order) {
+Tensor persistent_decode(const Tensor& tokens, const Tensor& slots_given,
+                         const std::vector<Tensor>& tensors, const Tensor& maps,
+                         const Tensor& plan_numbers, const Tensor& cell, const MaybeTensor& conv,
+                         const Tensor& exchange, const Tensor& ended, std::int64_t weight_type,
+                         std::int64_t gates, double eps, bool linear_candidate,
+                         bool normalize_gates, bool batch_invariant) {
   const Check check("whole_step", tokens, "tokens");
   require_hopper(check, tokens);
   const int device = tokens.get_device_index();
   const std::int64_t* numbers = Plan::numbers_of(check, plan_numbers);
-  Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, fixed_order,
-            cuda::whole_step_blocks(device));
-  WholeStepArgs& args = plan.args;
+  Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, batch_invariant,
+            cuda::persistent_decode_blocks(device));
+  PersistentDecodeArgs& args = plan.args;
   const PhaseTensors of_phases(check, tensors, maps, plan);
   for (int n = 0; n < args.phases; ++n) {
     of_phases.fill(args.phase[n], n, numbers + n * Plan::kFields);
@@ -175,7 +175,7 @@ Tensor whole_step(const Tensor& tokens, const Tensor& slots_given,
   args.exchange = static_cast<unsigned char*>(exchange.mutable_data_ptr());
   Tensor logits = torch::stable::new_empty(cell, {batch, plan.vocabulary});
   args.logits = static_cast<float*>(logits.mutable_data_ptr());
-  cuda::whole_step(args, device, current_stream(tokens));
+  cuda::persistent_decode(args, device, current_stream(tokens));
   return logits;
 }
 

@@ -46,15 +46,15 @@ class Plan {
   }
 
   Plan(const Check& check, const std::int64_t* numbers, std::int64_t phases,
-       std::int64_t weight_type, std::int64_t gates, bool fixed_order, int blocks)
+       std::int64_t weight_type, std::int64_t gates, bool batch_invariant, int blocks)
       : check_(check), gates_(gates), blocks_(blocks) {
     check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
                   "weight_type must be 0, 1 or 2, got ", weight_type);
     check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
     args.weights = static_cast<WeightType>(weight_type);
-    if (fixed_order || args.weights != WeightType::bf16) most_batch_ = kEight;
-    args.fixed_order = fixed_order;
-    check.require(!fixed_order || args.weights == WeightType::bf16,
+    if (batch_invariant || args.weights != WeightType::bf16) most_batch_ = kColumns;
+    args.batch_invariant = batch_invariant;
+    check.require(!batch_invariant || args.weights == WeightType::bf16,
                   "fixed_order is for weights in bfloat16");
     check.require(phases >= 2 && phases <= kMostPhases, "a plan has 2 to ", kMostPhases,
                   " phases, got ", phases);
@@ -62,7 +62,7 @@ class Plan {
     check.require(kind_of(args.phases - 1) == PhaseKind::logits, "the last phase must be logits");
   }
 
-  WholeStepArgs args;
+  PersistentDecodeArgs args;
   std::int64_t inner = 0, vocabulary = 0, layers = 0, conv_layers = 0;
 
   PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
@@ -82,10 +82,10 @@ class Plan {
         input_room(static_cast<int>(gates_), args.batch) / (rows_with_room(args.batch) * block * 2);
     int most_blocks = 0;
     for (int n = 1; n < args.phases; ++n) {
-      WholeStepPhase& phase = args.phase[n];
+      DecodePhase& phase = args.phase[n];
       const int blocks = phase.inputs / block;
       phase.at_once = blocks;
-      if (args.fixed_order) {
+      if (args.batch_invariant) {
         while (phase.at_once > room) phase.at_once /= 2;
       } else {  // whole rounds of warps
         const std::int64_t rounds = divided_up(blocks, kTaking);
@@ -95,34 +95,34 @@ class Plan {
       args.in_pieces |= phase.at_once < blocks;
       most_blocks = std::max(most_blocks, std::min(phase.at_once, blocks));
     }
-    args.set_bytes = eights_of(args.batch) * args.eight_bytes;
+    args.set_bytes = column_tiles_of(args.batch) * args.column_tile_bytes;
     args.input_bytes = most_blocks * bytes_of_block(args.weights, splits(args.weights, args.batch),
-                                                    std::min(args.batch, kEight));
+                                                    std::min(args.batch, kColumns));
   }
 
  private:
   // Rows whose inputs have room all at once: of more than an eight, for all that two eights have.
   int whole_rows(int inputs) const {
     const int row = 2 * inputs, all = input_room(static_cast<int>(gates_), kMostTokens) / row;
-    return all >= kMostTokens ? kMostTokens : std::min(kMostInputBytes / row, kEight);
+    return all >= kMostTokens ? kMostTokens : std::min(kMostInputBytes / row, kColumns);
   }
 
   // Inputs of more than there is room for come in pieces, if the sums of all tiles can wait in
   // registers and no norm needs all inputs first; in a fixed order in halves or quarters, that have
   // as many parts each.
-  int most_batch_of(const WholeStepPhase& phase, bool normed) const {
+  int most_batch_of(const DecodePhase& phase, bool normed) const {
     const int whole = whole_rows(phase.inputs);
     const auto tiles = phase.each * gates_of(static_cast<PhaseKind>(phase.kind));
     if (normed || tiles > kMostDividedTiles) return whole;
     if (args.weights != WeightType::bf16 && whole < kMostSplit) return whole;  // split ones do not
-    if (!args.fixed_order) return kMostTokens;
+    if (!args.batch_invariant) return kMostTokens;
     const int blocks = phase.inputs / inputs_of_block(args.weights);
     return phase.parts % kMostPieces || blocks % phase.parts ? whole : kMostPieces * whole;
   }
 
   void add(const std::int64_t* from) {
     const int n = args.phases++;
-    WholeStepPhase& phase = args.phase[n] = {};
+    DecodePhase& phase = args.phase[n] = {};
     const auto kind = static_cast<PhaseKind>(from[kKind]);
     const std::int64_t channels = from[kChannels], inputs = from[kInputs];
     check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
@@ -139,26 +139,26 @@ class Plan {
     phase.layer = static_cast<int>(from[kLayer]);
     phase.units = static_cast<int>(channels / kUnit);
     phase.inputs = static_cast<int>(inputs);
-    phase.out = static_cast<int>(args.eight_bytes);
+    phase.out = static_cast<int>(args.column_tile_bytes);
     if (kind == PhaseKind::embed) {
       args.width = static_cast<int>(channels);
       args.ids = static_cast<int>(inputs);
       check_.require(divided_up(phase.units, blocks_) <= kMostKeptUnits, "a residual stream of ",
                      channels, " channels is too wide for ", blocks_, " multiprocessors");
-      check_.require(!args.fixed_order ||
+      check_.require(!args.batch_invariant ||
                          (channels % kSquareRows == 0 && channels <= kSquareRows * kMostSquares),
                      "a residual stream in a fixed order must be a multiple of ", kSquareRows,
                      " and at most ", kSquareRows * kMostSquares, " wide, got ", channels);
     } else {
-      const WholeStepPhase& before = args.phase[n - 1];
+      const DecodePhase& before = args.phase[n - 1];
       const int block = inputs_of_block(args.weights);
       check_.require(inputs == before.units * kUnit && inputs % block == 0, "inputs of phase ", n,
                      " must be the channels of the one before, a multiple of ", block, ", got ",
                      inputs);
       phase.in = before.out;
-      if (args.fixed_order) {
-        static_assert(kMostParts == FixedChooser::kMostParts);
-        phase.parts = FixedChooser(channels, inputs, gates_of(kind), 1).parts();
+      if (args.batch_invariant) {
+        static_assert(kMostSplitK == BatchInvariantHeuristic::kMostSplitK);
+        phase.parts = BatchInvariantHeuristic(channels, inputs, gates_of(kind), 1).parts();
       }
     }
     check_.require(
@@ -188,9 +188,9 @@ class Plan {
     if (kind == PhaseKind::logits) {
       vocabulary = channels;
     } else {
-      args.eight_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
+      args.column_tile_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
     }
-    check_.require(args.eight_bytes < (std::int64_t{1} << 31), "the model is too wide");
+    check_.require(args.column_tile_bytes < (std::int64_t{1} << 31), "the model is too wide");
     // What the residual stream keeps in registers stays where it is; all else is dealt from where
     // the phase before has stopped, so that the blocks without any go round.
     phase.each = static_cast<int>(divided_up(phase.units, blocks_));

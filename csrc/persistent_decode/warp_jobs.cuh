@@ -7,17 +7,17 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
-__device__ __forceinline__ void arrive_times(std::uint64_t& barrier, unsigned times) {
+__device__ __forceinline__ void mbarrier_arrive_times(std::uint64_t& barrier, unsigned times) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(times)
                : "memory");
 }
-__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // `threads`, whole warps, meet.
-__device__ __forceinline__ void meet_at(int barrier, int threads) {
+__device__ __forceinline__ void named_barrier_sync_unaligned(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Counters in shared memory, each written by one thread. A release would be a fence, which waits
@@ -52,13 +52,13 @@ class Stages {
     while (static_cast<int>(count_at(asked_) - n) <= 0) {
     }
     const unsigned at = place(n);
-    wait_barrier(shared_.full[at], round(n) % 2);
+    mbarrier_wait(shared_.full[at], round(n) % 2);
     return at;
   }
   // By a whole warp: so many of the blocks in a place, of which it waits for no more.
   __device__ __forceinline__ void give_back(unsigned place, unsigned blocks) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_times(shared_.empty[place], blocks);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_.empty[place], blocks);
   }
 
  private:
@@ -98,35 +98,35 @@ class Rooms {
         taken_(shared_address(shared.units_taken)) {}
 
   __device__ __forceinline__ Room of(int unit, int gate, int part) const {
-    const unsigned finisher = unit % kFinishing;
-    const unsigned had = finisher == 0 ? had_[0] : finisher == 1 ? had_[1] : had_[2];
-    const unsigned turn = had + unit / kFinishing;
-    const unsigned room = finisher + turn % kRoomsEach * kFinishing;
+    const unsigned epilogue_warp = unit % kEpilogueWarps;
+    const unsigned had = epilogue_warp == 0 ? had_[0] : epilogue_warp == 1 ? had_[1] : had_[2];
+    const unsigned turn = had + unit / kEpilogueWarps;
+    const unsigned room = epilogue_warp + turn % kRoomsEach * kEpilogueWarps;
     const unsigned at = ((room * kGates + gate) * OfBlock::kParts + part) * OfBlock::kSums;
-    return {sums_ + at * 4, taken_ + finisher * 4, static_cast<int>(kSummed + room), turn};
+    return {sums_ + at * 4, taken_ + epilogue_warp * 4, static_cast<int>(kSummed + room), turn};
   }
   // Until all sums of the products before this one have been taken: their jobs are done.
   __device__ __forceinline__ void wait_until_taken() const {
 #pragma unroll
-    for (int finisher = 0; finisher < kFinishing; ++finisher) {
-      while (static_cast<int>(count_at(taken_ + finisher * 4) - had_[finisher]) < 0) {
+    for (int epilogue_warp = 0; epilogue_warp < kEpilogueWarps; ++epilogue_warp) {
+      while (static_cast<int>(count_at(taken_ + epilogue_warp * 4) - had_[epilogue_warp]) < 0) {
       }
     }
   }
   // A product is done, in which this block had so many.
   __device__ __forceinline__ void count(int units) {
 #pragma unroll
-    for (int finisher = 0; finisher < kFinishing; ++finisher) {
-      had_[finisher] += (units + kFinishing - 1 - finisher) / kFinishing;
+    for (int epilogue_warp = 0; epilogue_warp < kEpilogueWarps; ++epilogue_warp) {
+      had_[epilogue_warp] += (units + kEpilogueWarps - 1 - epilogue_warp) / kEpilogueWarps;
     }
   }
 
  private:
-  static_assert(kFinishing == 3, "each has a count");
+  static_assert(kEpilogueWarps == 3, "each has a count");
   std::uint32_t sums_, taken_;
-  unsigned had_[kFinishing] = {};  // units of each warp that finishes, before this product
+  unsigned had_[kEpilogueWarps] = {};  // units of each warp that finishes, before this product
 };
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

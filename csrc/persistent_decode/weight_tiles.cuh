@@ -8,14 +8,14 @@
 
 namespace minserve {
 namespace cuda {
-namespace whole {
+namespace persistent {
 
 // Rows of weights lie swizzled, so that what a warp loads at once meets all banks.
 template <WeightType kType, bool kSplit>
 struct Tiles;
 
 // Of all tokens: a lane has two neighbouring ones of a row of each tile.
-struct WholeSums {
+struct AllTokenSums {
   static __device__ __forceinline__ int first_token(int lane) { return lane % 4 * 2; }
   float parts[2][4] = {};
   __device__ __forceinline__ void store(float* first, float* second, bool two) const {
@@ -30,7 +30,7 @@ struct WholeSums {
 // Fragments as they lie.
 template <>
 struct Tiles<WeightType::bf16, false> {
-  using Sums = WholeSums;
+  using Sums = AllTokenSums;
   // Inputs 0 to 31 of all tokens, then the others. (Tokens that are not there are another's: what
   // becomes of them is not looked at.)
   struct Inputs {
@@ -50,14 +50,14 @@ struct Tiles<WeightType::bf16, false> {
   __device__ __forceinline__ void load(std::uint32_t first, std::uint32_t second, int lane) {
     const std::uint32_t from = lane / 8 % 2 ? second : first;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = load_matrices(from ^ (i << 5));
+    for (int i = 0; i < 4; ++i) w[i] = ldmatrix_x4(from ^ (i << 5));
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Inputs& inputs) const {
-    const uint4 x = load_matrices(inputs.at), y = load_matrices(inputs.at + inputs.step);
-    multiply_step(sums.parts[0], w[0], x.x, x.y);
-    multiply_step(sums.parts[1], w[1], x.z, x.w);
-    multiply_step(sums.parts[0], w[2], y.x, y.y);
-    multiply_step(sums.parts[1], w[3], y.z, y.w);
+    const uint4 x = ldmatrix_x4(inputs.at), y = ldmatrix_x4(inputs.at + inputs.step);
+    mma_bf16(sums.parts[0], w[0], x.x, x.y);
+    mma_bf16(sums.parts[1], w[1], x.z, x.w);
+    mma_bf16(sums.parts[0], w[2], y.x, y.y);
+    mma_bf16(sums.parts[1], w[3], y.z, y.w);
   }
 };
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ unsigned widened(unsigned four) {
 // 8-bit weights, widened.
 template <WeightType kType>
 struct Tiles<kType, false> : EightBitWeights {
-  using Sums = WholeSums;
+  using Sums = AllTokenSums;
   struct Inputs {
     std::uint32_t at, step;  // from a unit to the next one
     __device__ __forceinline__ Inputs(std::uint32_t own, int lane, int batch)
@@ -133,10 +133,10 @@ struct Tiles<kType, false> : EightBitWeights {
  private:
   static __device__ __forceinline__ void step(float (&sums)[4], unsigned a, unsigned b, unsigned x0,
                                               unsigned x1) {
-    multiply_step(sums,
-                  make_uint4(widened<kType, false>(a), widened<kType, false>(b),
-                             widened<kType, true>(a), widened<kType, true>(b)),
-                  x0, x1);
+    mma_bf16(sums,
+             make_uint4(widened<kType, false>(a), widened<kType, false>(b), widened<kType, true>(a),
+                        widened<kType, true>(b)),
+             x0, x1);
   }
 };
 
@@ -184,14 +184,14 @@ struct Tiles<kType, true> : EightBitWeights {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       Sum products[4] = {};
-      multiply_bytes(products, w[0][tile], x.x, x.y);
-      multiply_bytes(products, w[1][tile], x.z, x.w);
+      mma_8_bit(products, w[0][tile], x.x, x.y);
+      mma_8_bit(products, w[1][tile], x.z, x.w);
       const Sum first = odd ? products[2] : products[0], second = odd ? products[3] : products[1];
       sums.of_tile[tile] = fmaf(joined(first, second), factor, sums.of_tile[tile]);
     }
   }
 };
 
-}  // namespace whole
+}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -12,7 +12,7 @@ constexpr unsigned kCopyThreads = 256;
 
 __global__ void __launch_bounds__(kCopyThreads)
     copy_words_kernel(const __grid_constant__ CopyArgs args) {
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kCopyThreads;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x;

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kBestThreads)
     best_draw_kernel(const __grid_constant__ DrawArgs args) {
   const std::int64_t r =
       static_cast<std::int64_t>(blockIdx.x) * (kBestThreads / kWarp) + threadIdx.x / kWarp;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (r >= args.rows) return;
   const WarpRow place(args, r);

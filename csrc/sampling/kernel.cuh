@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
     draw_kernel(const __grid_constant__ DrawArgs args) {
   extern __shared__ uint4 memory[];
   const std::int64_t r = blockIdx.x / blocks_of_cluster();
-  let_next_kernel_start();
+  pdl_launch_dependents();
   Team::begin();
   wait_for_previous_kernel();
   const RowParameters given(args, r);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   constexpr unsigned kWarps = kThreads / kWarp;
   auto& shared = *reinterpret_cast<StreamedShared<kThreads>*>(memory);
   const std::int64_t r = blockIdx.x;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   // Asked for at once with what draws() looks at.
   const RowParameters parameters(args, r);

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kSmallThreads)
     small_draw_kernel(const __grid_constant__ DrawArgs args) {
   const std::int64_t r =
       static_cast<std::int64_t>(blockIdx.x) * (kSmallThreads / kWarp) + threadIdx.x / kWarp;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (r >= args.rows) return;
   const float* const logits = args.logits + r * args.row_stride;

@@ -88,7 +88,7 @@ inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) 
 // Empties the words and what the tickets share. It lets the scan start at once, which then waits
 // for it with words_cleared() while it already looks for its first tiles.
 static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
-  let_next_kernel_start();
+  pdl_launch_dependents();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {

@@ -43,7 +43,7 @@ struct ShortScan {
     const std::int64_t channel = (blockIdx.x % across * blockDim.x + threadIdx.x) * kEach;
     // In this order: the tiles look at the sequences before they wait for this kernel.
     wait_for_previous_kernel();
-    let_next_kernel_start();
+    pdl_launch_dependents();
     if (blockIdx.x == 0 && threadIdx.x == 0) *tickets = {~0u, ~0u};
     if (channel >= lay.channels) return;
     const std::int64_t begin = lay.begin(s), slot = lay.slot(s);

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   static_assert(Cell::kOutputs == 1, "what a forward cell puts out is h");
   const Layout& lay = args.layout;
   const std::int64_t row = row_group(), channel = thread_of_group() * kVec;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   if (row >= lay.tokens || channel >= lay.channels) return;
   // Layout::slot() in two halves, so that only the second waits.

@@ -31,11 +31,10 @@ from engine.ops.scan import mingru_step_reference, minlstm_step_reference
 
 #: Channels whose squares are summed together.
 SQUARE_ROWS = 64
-#: Logits whose best `linear_best` finds: kBestColumns of csrc/gemm/argmax_head_args.h.
+#: Logits whose best `linear_best` finds: kArgmaxColumns of csrc/gemm/argmax_head_args.h.
 PART = 256
-#: Of a weight of more rows than this, sums in a fixed order have one part: no split-K
-#: (csrc/gemm/heuristics_deterministic.h).
-IN_ONE_PART = 6400
+#: Of a weight of more rows than this, sums in a fixed order have one part: no split-K.
+IN_ONE_PART: int = torch.ops.minserve.linear_one_part_rows()
 
 _LOW = 2**32 - 1
 _SIGN = 2**31

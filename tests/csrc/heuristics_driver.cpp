@@ -24,32 +24,32 @@ struct Known {
   bool turns[4];  // whether it is there with parts in turn, by gates
 };
 
-Known known(Form form) {
+Known known(TileConfig form) {
   switch (form) {
-    case Form::tokens_8:
+    case TileConfig::tokens_8:
       return {"tokens_8", 8, 8, {}};
-    case Form::tokens_16:
+    case TileConfig::tokens_16:
       return {"tokens_16", 16, 8, {}};
-    case Form::tokens_32:
+    case TileConfig::tokens_32:
       return {"tokens_32", 32, 8, {}};
-    case Form::tokens_64:
+    case TileConfig::tokens_64:
       return {"tokens_64", 64, 8, {}};
-    case Form::wide_64_32:
-      return {"wide_64_32", 32, 1, {false, true, true, false}};
-    case Form::wide_64_64:
-      return {"wide_64_64", 64, 4, {false, true, true, false}};
-    case Form::wide_128_64:
-      return {"wide_128_64", 64, 2, {false, true, true, false}};
-    case Form::wide_192_64:
-      return {"wide_192_64", 64, 2, {false, true, true, true}};
-    case Form::wide_192_96:
-      return {"wide_192_96", 96, 1, {false, true, true, true}};
-    case Form::wide_128_128:
-      return {"wide_128_128", 128, 2, {false, true, true, false}};
-    case Form::wide_192_128:
-      return {"wide_192_128", 128, 1, {false, true, false, false}};
-    case Form::wide_256_128:
-      return {"wide_256_128", 128, 1, {}};
+    case TileConfig::persistent_64_32:
+      return {"persistent_64_32", 32, 1, {false, true, true, false}};
+    case TileConfig::persistent_64_64:
+      return {"persistent_64_64", 64, 4, {false, true, true, false}};
+    case TileConfig::persistent_128_64:
+      return {"persistent_128_64", 64, 2, {false, true, true, false}};
+    case TileConfig::persistent_192_64:
+      return {"persistent_192_64", 64, 2, {false, true, true, true}};
+    case TileConfig::persistent_192_96:
+      return {"persistent_192_96", 96, 1, {false, true, true, true}};
+    case TileConfig::persistent_128_128:
+      return {"persistent_128_128", 128, 2, {false, true, true, false}};
+    case TileConfig::persistent_192_128:
+      return {"persistent_192_128", 128, 1, {false, true, false, false}};
+    case TileConfig::persistent_256_128:
+      return {"persistent_256_128", 128, 1, {}};
   }
   return {"no form", 1, 0, {}};
 }
@@ -57,13 +57,13 @@ Known known(Form form) {
 long wrong = 0;
 std::set<Kind> reached;
 
-void reach(const char* rule, const Choice& choice, std::int64_t gates) {
+void reach(const char* rule, const GemmConfig& choice, std::int64_t gates) {
   std::string name = known(choice.form).name;
   if (name.rfind("wide", 0) == 0) name += "/" + std::to_string(choice.parts);
   reached.insert({rule, name, static_cast<int>(gates), choice.parts > 1, choice.turns > 1});
 }
 
-void check(const char* rule, const Choice& choice, std::int64_t channels, std::int64_t inputs,
+void check(const char* rule, const GemmConfig& choice, std::int64_t channels, std::int64_t inputs,
            std::int64_t gates, std::int64_t tokens, bool also = true) {
   reach(rule, choice, gates);
   const Known form = known(choice.form);
@@ -73,8 +73,8 @@ void check(const char* rule, const Choice& choice, std::int64_t channels, std::i
   bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
             choice.parts * choice.turns <= steps;
   if (choice.turns > 1) {
-    const bool two_each = gates == 1 && choice.form == Form::wide_64_64 && choice.turns == 2 &&
-                          (choice.parts == 2 || choice.parts == 4);
+    const bool two_each = gates == 1 && choice.form == TileConfig::persistent_64_64 &&
+                          choice.turns == 2 && (choice.parts == 2 || choice.parts == 4);
     ok = ok && form.turns[gates] && (choice.parts == 1 || two_each);
   } else {
     ok = ok && choice.parts <= form.most_parts;
@@ -98,19 +98,21 @@ int main(int count, char** given) {
   for (int i = 1; i + 3 < count; i += 4, ++shapes) {
     const auto number = [&](int at) { return std::atoll(given[i + at]); };
     const std::int64_t gates = number(2);
-    reach("usual", Chooser(number(0), number(1), gates, number(3)).choose(), gates);
-    reach("fixed", FixedChooser(number(0), number(1), gates, number(3)).choose(), gates);
+    reach("usual", SmallBatchHeuristic(number(0), number(1), gates, number(3)).choose(), gates);
+    reach("fixed", BatchInvariantHeuristic(number(0), number(1), gates, number(3)).choose(), gates);
   }
   if (count == 1) {
     for (std::int64_t channels = 8; channels <= 140000; channels += channels / 7 / 8 * 8 + 8) {
       for (std::int64_t inputs = 8; inputs <= 20000; inputs += inputs / 7 / 8 * 8 + 8) {
         for (std::int64_t gates = 1; gates <= 3; ++gates) {
-          const int parts = FixedChooser(channels, inputs, gates, 1).choose().parts;
+          const int parts = BatchInvariantHeuristic(channels, inputs, gates, 1).choose().parts;
           for (std::int64_t tokens = 1; tokens <= 20000; tokens += tokens / 6 + 1, ++shapes) {
-            check("usual", Chooser(channels, inputs, gates, tokens).choose(), channels, inputs,
-                  gates, tokens);
-            const Choice fixed = FixedChooser(channels, inputs, gates, tokens).choose();
-            const bool whole = gates > 1 || channels <= FixedChooser::kOnePartRows || parts == 1;
+            check("usual", SmallBatchHeuristic(channels, inputs, gates, tokens).choose(), channels,
+                  inputs, gates, tokens);
+            const GemmConfig fixed =
+                BatchInvariantHeuristic(channels, inputs, gates, tokens).choose();
+            const bool whole =
+                gates > 1 || channels <= BatchInvariantHeuristic::kOnePartRows || parts == 1;
             check("fixed", fixed, channels, inputs, gates, tokens,
                   fixed.parts * fixed.turns == parts && whole);
           }

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kAdjustThreads)
     adjust_kernel(const __grid_constant__ AdjustArgs args) {
   const std::int64_t pieces = pieces_of(args.vocab), begin = blockIdx.x % pieces * kPiece;
   const std::int64_t end = begin + kPiece < args.vocab ? begin + kPiece : args.vocab;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   adjust_piece(args, blockIdx.x / pieces, begin, end, threadIdx.x, kAdjustThreads,
                [] { __syncthreads(); });

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(TargetShared::kMostThreads)
     target_kernel(const __grid_constant__ TargetArgs args) {
   extern __shared__ uint4 memory[];
   const std::int64_t r = blockIdx.x;
-  let_next_kernel_start();
+  pdl_launch_dependents();
   wait_for_previous_kernel();
   const Asked asked(args, r);
   if (!asked.report) return;

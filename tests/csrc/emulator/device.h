@@ -67,8 +67,8 @@ inline void barrier_sync(int number) {
   emulator::named_barrier(number, kThreads);
 }
 
-inline void let_next_kernel_start() {
-  emulator::let_next_kernel_start();
+inline void pdl_launch_dependents() {
+  emulator::pdl_launch_dependents();
 }
 inline void wait_for_previous_kernel() {
   emulator::wait_for_previous_kernel();

@@ -56,7 +56,7 @@ void load_word(const void* at, void* bits, std::size_t bytes);
 void store_word(void* at, const void* bits, std::size_t bytes);
 // At once, with no other access between; the value before.
 unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to);
-void let_next_kernel_start();
+void pdl_launch_dependents();
 void note_detour();
 void wait_for_previous_kernel();
 

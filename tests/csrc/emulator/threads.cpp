@@ -231,7 +231,7 @@ void note_detour() {
 long detours() {
   return machine.detours;
 }
-void let_next_kernel_start() {
+void pdl_launch_dependents() {
   me().block->lets_next = true;
   maybe_yield();
 }
