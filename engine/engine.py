@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from engine.cache.cache_config import CacheConfig
 from engine.cache.state_calls import StateCallHandler
 from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage.snapshot import StateLayout
-from engine.cache.storage.state_folder import open_shelf
+from engine.cache.storage.state_folder import open_file_store
 from engine.config import EngineConfig, host_rows
 from engine.errors import DeviceLost, EngineDead, EngineError, StepFailed
 from engine.protocol.events import ModelInfo, Stats, StepEvents
@@ -95,26 +96,32 @@ class Engine:
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
         home, variant = StatePlacement(config.rank, config.engines), _variant(info)
-        shelf = None
+        file_store = None
         if config.state_folder is not None:
             folder, sync = Path(config.state_folder), config.state_sync == "fsync"
-            shelf = open_shelf(folder, info.fingerprint, variant, home, sync)
+            file_store = open_file_store(folder, info.fingerprint, variant, home, sync)
         keeper = StateCacheManager(
-            config.share_slots,
-            config.max_slots,
-            host_rows(config, state_bytes=info.state_bytes, vocab_size=info.vocab_size),
-            shape=StateLayout(info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape),
-            with_whole_chunks=config.deterministic,
-            ttl=config.state_ttl,
-            most_states=config.max_states,
-            shelf=shelf,
-            disk_bytes=config.disk_state_bytes,
-            disk_cache_bytes=config.disk_cache_bytes,
-            variant=variant,
-            home=home,
+            CacheConfig(
+                device_rows=config.share_slots,
+                first_row=config.max_slots,
+                host_rows=host_rows(
+                    config, state_bytes=info.state_bytes, vocab_size=info.vocab_size
+                ),
+                layout=StateLayout(
+                    info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape
+                ),
+                with_whole_chunks=config.deterministic,
+                ttl=config.state_ttl,
+                most_states=config.max_states,
+                disk_bytes=config.disk_state_bytes,
+                disk_cache_bytes=config.disk_cache_bytes,
+                variant=variant,
+                placement=home,
+            ),
+            file_store,
         )
         self._keeper = keeper
-        self._desk = StateCallHandler(keeper)
+        self._state_calls = StateCallHandler(keeper)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 vocab_size=info.vocab_size,
@@ -175,11 +182,11 @@ class Engine:
     def ask(self, client: Hashable, call: StateCall) -> None:
         """Does what a client asks of kept states; `replies` will have the answer."""
         self._latest = (client,)
-        self._desk.ask(client, call)
+        self._state_calls.handle(client, call)
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:
         """What there is to answer, and to whom."""
-        replies, self._desk.replies = self._desk.replies, []
+        replies, self._state_calls.replies = self._state_calls.replies, []
         return replies
 
     def load_now(self) -> Stats:
@@ -189,21 +196,21 @@ class Engine:
     def close(self) -> None:
         """Returns when what is to lie on disk does; the last call."""
         if not self.broken:
-            self._keeper.disk.save_all()
-            while self._keeper.traffic.fetching:
+            self._keeper.write_all()
+            while self._keeper.exporting:
                 self.step()
-        self._keeper.traffic.close()
+        self._keeper.close()
 
     def abort_all(self) -> None:
         """Ends every request early. Those that wait for their states to be written, and for
         snapshots, go on waiting for up to STORE_SECONDS."""
         self._scheduler.abort_all(self._clock())
-        states, until = self._keeper.states, time.monotonic() + STORE_SECONDS
-        while (states.waiters or self._keeper.traffic.fetching) and not self.broken:
+        until = time.monotonic() + STORE_SECONDS
+        while (self._keeper.storing or self._keeper.exporting) and not self.broken:
             if time.monotonic() > until:
                 break
             self._advance()
-        states.give_up(states.waiters.all(), "the server shuts down")
+        self._keeper.stop_all("the server shuts down")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         """Completes a round and returns what there is to tell, by client; the next round may be
@@ -249,8 +256,8 @@ class Engine:
         may be all that there is to do."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(WAIT_SECONDS)
-        elif self._keeper.traffic.pending:
-            self._keeper.traffic.wait(WAIT_SECONDS)
+        elif self._keeper.pending:
+            self._keeper.wait(WAIT_SECONDS)
         else:
             return
         if take_in is not None:

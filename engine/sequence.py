@@ -18,7 +18,6 @@ from engine.protocol.state_calls import StateInfo
 from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 if TYPE_CHECKING:
-    from engine.cache.sequence_state import SequenceState
     from engine.structured_output.masks import MaskCost
 
 
@@ -39,7 +38,6 @@ class Sequence:
         "first_token_at",
         "handed_over",
         "is_read",
-        "keeping",
         "key",
         "last_step",
         "last_token",
@@ -64,6 +62,7 @@ class Sequence:
         "slot",
         "started_at",
         "stop_ids",
+        "tail_drawn",
         "text",
         "tokens",
         "top",
@@ -89,7 +88,7 @@ class Sequence:
         self.loads = 0  # how often a cached state was read from a file for it
         self.samples = sampling.max_tokens > 0  # a token is drawn after the prompt
         self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
-        self.keeping: SequenceState | None = None  # what it does with kept states
+        self.tail_drawn = False  # `lead` is one token, which was generated
         self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -154,29 +153,23 @@ class Sequence:
     @property
     def resumable(self) -> bool:
         """Whether it may begin with the logits that a cached state of its whole prompt has."""
-        keeps = self.keeping is not None and self.keeping.keep is not None
-        return self.samples and not self.request.score and not keeps
+        return self.samples and not self.request.score and self.request.keep is None
 
     @property
     def begins_drawn(self) -> bool:
         """It has nothing to read but a token that was generated: it goes on with the steps that
         brought that."""
-        keeping = self.keeping
-        return (
-            self.samples
-            and not self.request.prompt
-            and keeping is not None
-            and keeping.source is not None
-            and keeping.source.drawn
-        )
+        return self.samples and self.tail_drawn and not self.request.prompt
 
     def begin_drawn(self, now: float) -> None:
         """It decodes at once (`begins_drawn`)."""
         self.started_at, self.position, self.is_read = now, self.prompt_tokens, True
         (self.last_token,) = unpack_ids(self.text)
 
-    def go_on_from(self, tail: bytes) -> None:
-        """Puts tokens that are to be read in front of its prompt."""
+    def go_on_from(self, tail: bytes, drawn: bool) -> None:
+        """Puts tokens that are to be read in front of its prompt; `drawn`: one, which was
+        generated."""
+        self.tail_drawn = drawn
         self.text, self.lead = tail + self.request.prompt, len(tail) // ID_BYTES
         self.prompt_tokens = self.lead + self.request.prompt_tokens
 

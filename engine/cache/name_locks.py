@@ -1,8 +1,7 @@
-"""NameLocks: who may put a state under a name: one at a time, in this engine and in all that use
-the folder.
+"""NameLocks: who may replace the state of a name: one at a time, of all engines that use a folder.
 
-A claim is the lock of the name's file. It outlasts the request that made it by the time in which
-the file is written.
+The lock is the name's file's. It outlasts the request that took it by the time in which the file is
+written.
 """
 
 from __future__ import annotations
@@ -18,39 +17,42 @@ Key = tuple[str, str]  # owner and id
 
 
 class NameLocks:
-    """Without a shelf there are no other engines, and nothing to wait for. `changes` says whether a
-    name's file is about to be written or deleted here."""
+    """Without a file store there are no other engines, and nothing to wait for."""
 
     def __init__(
-        self, shelf: StateFileStore | None, shape: StateLayout, changes: Callable[[Key], bool]
+        self,
+        file_store: StateFileStore | None,
+        layout: StateLayout,
+        is_changing: Callable[[Key], bool],
     ) -> None:
-        self._shelf = shelf
-        self._shape = shape
-        self._changes = changes
-        self._held: set[Key] = set()
+        """`is_changing` says whether a name's file is about to be written or deleted here."""
+        self._file_store = file_store
+        self._layout = layout
+        self._is_changing = is_changing
+        self._reserved: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
-        """A request of this engine will take its place."""
-        return key in self._held
+        """A request of this engine will replace its state."""
+        return key in self._reserved
 
-    def take(self, key: Key, param: str) -> None:
-        """Nobody else changes it from now on, until `settle`. Raises StateBusy."""
-        busy = key in self._held
-        if not busy and self._shelf is not None:
-            busy = not self._shelf.lock.take(name_of(*key, self._shape))
+    def acquire(self, key: Key, param: str) -> None:
+        """Nobody else changes the name from now on, until `release_if_idle`. Raises StateBusy."""
+        busy = key in self._reserved
+        if not busy and self._file_store is not None:
+            busy = not self._file_store.lock.acquire(name_of(*key, self._layout))
         if busy:
             raise StateBusy(f"state {key[1]!r} is being replaced by another request", param=param)
 
-    def hold(self, key: Key) -> None:
-        """The claim is a request's, until `let_go`."""
-        self._held.add(key)
+    def reserve(self, key: Key) -> None:
+        """What was acquired is a request's, until `unreserve`."""
+        self._reserved.add(key)
 
-    def let_go(self, key: Key) -> None:
-        """Of what is held; `settle` has to follow."""
-        self._held.discard(key)
+    def unreserve(self, key: Key) -> None:
+        """The request is over; `release_if_idle` has to follow."""
+        self._reserved.discard(key)
 
-    def settle(self, key: Key) -> None:
-        """Gives it back, unless something is still to be done here."""
-        if self._shelf is None or self._changes(key) or key in self._held:
+    def release_if_idle(self, key: Key) -> None:
+        """Releases the lock, unless a request has reserved it or its file is still changing."""
+        if self._file_store is None or self._is_changing(key) or key in self._reserved:
             return
-        self._shelf.lock.give_back(name_of(*key, self._shape))
+        self._file_store.lock.release(name_of(*key, self._layout))

@@ -1,184 +1,251 @@
-"""NamedStates: the kept states that have a name, by owner and id; how long they stay, how many may.
+"""NamedStates: states that have a name, by owner and id; how long they stay, how many may.
 
-A name refers to a state that never changes, so to fork one is to name it once more. With a shelf
-every named state is written to a file too, and what lies there at the start is there again. Who
-put a state there is told when that is done, and until then the name has the former one, which a
+A name refers to a state that never changes, so to fork one is to name it once more. With a file
+store every named state is written to a file too, and what lies there at the start is there again.
+Who stores a state is told when that is done, and until then the name has the former one, which a
 write that fails leaves as it was: on disk always, and in memory for who asked for a state that is
-to last (`must`). Else the new one is kept in memory alone.
+to last (`must_last`). Else the new one is kept in memory alone.
 
-Who replaces a state has its name locked, for other engines that use the folder too (`state_names`),
-from the beginning of the turn until the file is there: so a turn that follows the answer goes on
-from it, whichever engine that comes to, and one that does not wait finds the state busy. Nothing
-expires on disk while there are others, since each engine knows of its own uses alone.
+A state on its way to its file is a PendingStore:
+
+| step | runs | next |
+| --- | --- | --- |
+| `store` | at once | `_export`; placed at once for who does not wait |
+| `_export` | at once | the next plan exports the state; no room on disk: `_fail` |
+| `_on_exported` | when that plan has run | a worker thread writes; lost or replaced: `_fail` |
+| `_on_written` | in `StateTransfer.collect` | `_finish`, or `_fail` |
+
+Who replaces a state has its name locked, for other engines that use the folder too, from the
+beginning of the turn until the file is there: so a turn that follows the answer goes on from it,
+whichever engine that comes to, and one that does not wait finds the state busy.
+
+A reload makes two engines use one folder, until the older one has finished what it has. Then a file
+is the truth, and what is remembered holds only as long as the file is the one that it was read from
+or written to, which each look-up of a name asks first; a former state's file that stays where a
+state could not be written is known by its tag. Nothing expires on disk meanwhile, since each engine
+knows of its own uses alone. When an engine is alone again, it compares the folder with its names.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 
 from msgspec.structs import replace
 
-from engine.cache.name_locks import Key
+from engine.cache.cache_config import CacheConfig
+from engine.cache.name_index import NameIndex
+from engine.cache.name_locks import Key, NameLocks
 from engine.cache.resume_point import NamedState, ResumePoint
-from engine.cache.state_names import StateNames, reason_of
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import StateFileStore, Unsynced
-from engine.cache.storage.named_state_file import check_id, entries
-from engine.cache.storage.snapshot import StateLayout
+from engine.cache.storage.file_store import StateFileStore, Unsynced, tag_of
+from engine.cache.storage.named_state_file import check_id, entries, name_of, parse
 from engine.cache.storage.worker_threads import Result
-from engine.cache.store_waiters import Storing, Then, Told, Waiter
+from engine.cache.store_waiters import OnStored, PendingStore, StoreResult, StoreWaiters, Waiter
 from engine.cache.tiered_store import CachedState, TieredStateStore
-from engine.errors import EngineError, StateNotFound, StateNotStored, StateQuota, StepFailed
+from engine.cache.transfer import MORE_BYTES, StateTransfer
+from engine.errors import (
+    ConfigError,
+    EngineError,
+    StateNotFound,
+    StateNotStored,
+    StateQuota,
+    StepFailed,
+)
 from engine.protocol.state_calls import StateInfo
+from engine.protocol.token_ids import ID_BYTES
 
 log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # reads and writes that wait for the disk
-ASK_SECONDS = 1.0  # between looks for other engines, which may mean to ask another machine
+ASK_SECONDS = 1.0  # between questions for other engines, which may mean to ask another machine
 USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
 
 
-class NamedStates(StateNames):
-    """`fetch` gets the bytes of a state in a row, some rounds later; `clock` is the time of day."""
+class NamedStates:
+    """One per engine; called by the engine's thread alone.
+
+    Who stores a state calls `reserve`, and then either `store` or `cancel`.
+    """
 
     def __init__(
         self,
+        config: CacheConfig,
         tiers: TieredStateStore,
-        shape: StateLayout,
-        *,
-        ttl: float,
-        most: int,
-        shelf: StateFileStore | None,
-        disk_bytes: int,
-        fetch: Callable[[CachedState, Callable[[bytes | None], None]], None],
+        transfer: StateTransfer,
+        file_store: StateFileStore | None,
         clock: Callable[[], float],
-        new_id: Callable[[str], str],  # of the owner's
     ) -> None:
-        super().__init__(tiers, shape, shelf, disk_bytes, clock)
-        self._ttl = ttl
-        self._most = most
-        self._fetch = fetch
-        self._new_id = new_id
+        """`clock` is the time of day in seconds. Raises ConfigError where the folder of
+        `file_store` cannot be listed."""
+        self._config = config
+        self._layout = config.layout
+        self._tiers = tiers
+        self._transfer = transfer
+        self._file_store = file_store
+        self._clock = clock
+        self._index = NameIndex()
+        self.locks = NameLocks(file_store, config.layout, self._is_changing)
+        self.waiters = StoreWaiters()
+        self.store_errors = 0  # files that could not be written or removed
+        self.files = 0  # that names have
+        self._new: set[Key] = set()  # reserved names that were not there
+        self._new_of: dict[str, int] = {}  # how many these are, by owner
+        self._alone = True  # no other engine uses the folder, when this was last asked
         self._asked = clock()
+        if file_store is not None:
+            self._alone = file_store.lock.alone
+            self._reconcile(file_store)
 
-    def find(self, owner: str, id: str, param: str = "id") -> NamedState:
-        """Raises StateNotFound; the state's time begins anew."""
-        self._look(owner, id)
-        named = self._named.get((owner, id))
+    def __len__(self) -> int:
+        return len(self._index)
+
+    # Look-ups.
+
+    def get(self, owner: str, id: str, param: str = "id") -> NamedState:
+        """Looks up a name, whose time begins anew. Raises StateNotFound, with `param` as the
+        parameter at fault."""
+        self._refresh((owner, id))
+        named = self._index.get((owner, id))
         if named is None:
             raise StateNotFound(f"there is no state {id!r}", param=param)
         now = self._clock()
-        named.expires = now + named.ttl
-        self._expiry.put((owner, id), (named.expires, id, owner))
+        self._index.set_expiry(named, now + named.ttl)
         self._note_use(named, now)
-        self._tiers.touch(named.standing.kept)
+        self._tiers.touch(named.point.state)
         return named
 
-    def _note_use(self, named: NamedState, now: float) -> None:
-        """The file's time tells an engine that takes it over how long the state stays."""
-        part = named.ttl / USES_TOLD
-        if self._shelf is None or not named.tag or named.writing or now < named.used + part:
-            return
-        before, named.used = named.tag, now
-
-        def touched(result: Result) -> None:
-            if named.tag == before and isinstance(result, bytes):
-                named.tag = result
-
-        self._shelf.touch(named.file, before, now, touched)
-
     def has(self, owner: str, id: str) -> bool:
-        self._look(owner, id)
-        return (owner, id) in self._named
+        """Whether there is such a name. Its time goes on."""
+        self._refresh((owner, id))
+        return (owner, id) in self._index
 
-    def source(self, owner: str, id: str, optional: bool) -> ResumePoint | None:
-        """Of a request that goes on from it; None where it is `optional`, or no id, and is not
-        there. Raises StateNotFound."""
+    def resume_point(self, owner: str, id: str, optional: bool) -> ResumePoint | None:
+        """What a request goes on from; None for no id, and where it is `optional` and not there.
+        Raises StateNotFound."""
         if not id or (optional and not self.has(owner, id)):
             return None
-        return self.find(owner, id, "state").standing
+        return self.get(owner, id, "state").point
 
-    def check_part(self, owner: str, id: str) -> None:
-        """Raises StateQuota where the owner has no part in memory left for a state of this id."""
-        if (owner, id) not in self._named and not self._tiers.has_part(owner):
+    def list_states(self, owner: str, after: str, limit: int) -> tuple[list[StateInfo], bool]:
+        """Up to `limit` states with ids after `after`, in order, and whether there are more."""
+        if self._file_store is not None and not self._is_alone():
+            self._reconcile(self._file_store)
+        chosen, more = self._index.after(owner, after, limit)
+        return [self.info(named) for named in chosen], more
+
+    def info(self, named: NamedState) -> StateInfo:
+        """What clients are told of a name."""
+        state = named.point.state
+        return StateInfo(
+            id=named.id,
+            owner=named.owner,
+            tokens=named.point.tokens,
+            bytes=self._layout.bytes,
+            tier="device" if state.on_device else "host" if state.on_host else "disk",
+            fingerprint=self._layout.fingerprint,
+            created=named.created,
+            expires=named.expires,
+            recent=list(named.point.recent),
+            busy=named.key in self.locks,
+            stored=bool(named.tag) if self._writes_files else None,
+        )
+
+    def check_quota(self, owner: str, id: str) -> None:
+        """Raises StateQuota where the owner's part of the rows has none left for a state of this
+        id."""
+        if (owner, id) not in self._index and not self._tiers.has_quota(owner):
             raise StateQuota(
                 "the states of one key may not take all memory; delete some, or wait for others"
             )
 
-    def begin(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
-        """A request, or a call, will put a state under this id, or a new one: the id, which is its
-        own until `end`. So many others of the owner's are about to go. Raises InvalidRequest,
-        StateBusy or StateQuota."""
+    # Storing, deleting, moving.
+
+    def reserve(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
+        """Reserves a name for a request or a call that will store a state.
+
+        Args:
+            id: "": a new one.
+            param: the parameter that errors name.
+            leaving: how many other names of the owner's are about to go.
+
+        Returns: the id, which nobody else stores under until `store` is done, or `cancel`.
+        Raises: InvalidRequest, StateBusy or StateQuota.
+        """
         if id:
             check_id(param, id)
         else:
-            id = self._new_id(owner)
-        key = owner, id
-        self.claims.take(key, param)
-        self._look(owner, id)
-        if key not in self._named:
-            count = len(self._ids.get(owner, ())) + self._making.get(owner, 0)
-            if count >= self._most + leaving:
-                self.claims.settle(key)
-                raise StateQuota(f"{count} states are kept already; allowed: up to {self._most}")
-            self._making[owner] = self._making.get(owner, 0) + 1
+            id = self._config.placement.new_id(owner)
+        key, most = (owner, id), self._config.most_states
+        self.locks.acquire(key, param)
+        self._refresh(key)
+        if key not in self._index:
+            count = self._index.count(owner) + self._new_of.get(owner, 0)
+            if count >= most + leaving:
+                self.locks.release_if_idle(key)
+                raise StateQuota(f"{count} states are kept already; allowed: up to {most}")
+            self._new_of[owner] = self._new_of.get(owner, 0) + 1
             self._new.add(key)
-        self.claims.hold(key)
+        self.locks.reserve(key)
         return id
 
-    def end(self, owner: str, id: str) -> None:
-        """What `begin` began is over, and nothing was put there."""
-        self._end(owner, id)
-        self.claims.settle((owner, id))
+    def cancel(self, owner: str, id: str) -> None:
+        """What `reserve` reserved is not stored."""
+        self._unreserve((owner, id))
+        self.locks.release_if_idle((owner, id))
 
-    def put(
+    def store(
         self,
         owner: str,
         id: str,
-        standing: ResumePoint,
+        point: ResumePoint,
         ttl: float | None,
-        then: Then,
+        then: OnStored,
         *,
-        must: bool = False,
+        must_last: bool = False,
         wait: bool = True,
         key: Hashable = None,
         due: float | None = None,
     ) -> None:
-        """Names a state, which is held by one more from then on, in the place of what had the
-        name; `begin` was called for that before. `then` is called with what is to be told of it,
-        once its file is there or could not be written, where there is a shelf; with `must` with
-        StateNotStored in that case, and the name is as it was; with StepFailed where the state is
-        lost. Without `wait` it is called at once, unless other engines use the folder. `key` and
-        `due` as of a Waiter."""
-        now, ttl = self._clock(), self._ttl if ttl is None else ttl
-        named = NamedState(owner, id, standing, now, ttl, now + ttl)
-        self._tiers.hold(standing.kept)
-        self._tiers.note_name(standing.kept)
-        storing = Storing(then, key, due, named=named, must=must)
-        if self._shelf is None or not self._disk_bytes:
-            self._place(storing)
-            if self._shelf is not None:  # of former days
-                self._delete(self._shelf, (owner, id))
+        """Stores a state, in a row, under a reserved name, in the place of what had the name.
+
+        Args:
+            ttl: seconds; None: the configured one.
+            then: called once: with what is to be told of the state, once its file is there or could
+                not be written (without a file store at once); with StepFailed where it is lost.
+            must_last: where its file cannot be written, `then` is called with StateNotStored
+                instead, and the name is as it was.
+            wait: False: `then` is called at once, unless other engines use the folder.
+            key, due: as of a Waiter, for `stop_waiting`.
+        """
+        now, ttl = self._clock(), self._config.ttl if ttl is None else ttl
+        named = NamedState(owner, id, point, now, ttl, now + ttl)
+        self._tiers.add_name(point.state)
+        pending = PendingStore(then, key, due, named=named, must_last=must_last)
+        file_store = self._file_store
+        if file_store is None or not self._config.disk_bytes:
+            self._place(pending)
+            if file_store is not None:  # a former state's, of when files were written
+                self._delete_file(file_store, named.key)
             then(self.info(named))
             return
-        if not wait and self._shelf.lock.alone:
-            self._place(storing)
+        if not wait and file_store.lock.alone:
+            self._place(pending)
             then(self.info(named))
         else:
-            self.waiters.add(storing)
-        self._write(storing, self._shelf)
+            self.waiters.add(pending)
+        self._export(pending, file_store)
 
-    def give_up(self, waiters: list[Waiter], why: str) -> None:
-        """These wait no longer for their files; the disk does what it has to all the same."""
+    def stop_waiting(self, waiters: list[Waiter], why: str) -> None:
+        """Tells these that it is not known yet; the disk does what it has to all the same."""
         for waiter in waiters:
-            if not isinstance(waiter, Storing):
+            if not isinstance(waiter, PendingStore):
                 self.waiters.tell(
                     waiter, StateNotStored(f"the state's file may be there yet: {why}")
                 )
                 continue
-            if waiter.must:
+            if waiter.must_last:
                 self.waiters.tell(
                     waiter,
                     StateNotStored(f"the state is not stored yet: {why}; it is kept if it will be"),
@@ -188,173 +255,332 @@ class NamedStates(StateNames):
                 self._place(waiter)
             self.waiters.tell(waiter, self.info(waiter.named))
 
-    def move(self, named: NamedState, target: str, ttl: float | None, then: Then) -> None:
-        """The same state under another id (or a new one), in the place of this one; `then` as of
-        `put` with `must`, once this one's file is gone too. Raises as `begin` and `delete`."""
-        owner, id = named.owner, named.id
-        self.claims.take((owner, id), "id")
+    def move(self, named: NamedState, target: str, ttl: float | None, then: OnStored) -> None:
+        """Stores the same state under another id ("": a new one), and removes this name.
+
+        `then` is called as of `store` with `must_last`, once this name's file is gone too. Raises
+        as `reserve` and `delete`.
+        """
+        owner, id = named.key
+        self.locks.acquire((owner, id), "id")
         try:
-            target = self.begin(owner, target, "target", leaving=1)
+            target = self.reserve(owner, target, "target", leaving=1)
         except EngineError:
-            self.claims.settle((owner, id))
+            self.locks.release_if_idle((owner, id))
             raise
-        if target != id:
-            self.claims.hold((owner, id))  # nothing takes its place meanwhile
+        if target == id:
+            on_stored = then
+        else:
+            self.locks.reserve((owner, id))  # nothing takes its place meanwhile
+            on_stored = partial(self._on_moved, (owner, id), then)
+        self.store(owner, target, named.point, ttl, on_stored, must_last=True)
 
-        def moved(told: Told) -> None:
-            if target == id:
-                then(told)
-                return
-            self.claims.let_go((owner, id))
-            if isinstance(told, StateInfo):
-                # Where the former file cannot be removed, the state has moved all the same.
-                waiter = Waiter(lambda _: then(told))
-                self.waiters.add(waiter)
-                self._forget(owner, id, for_good=True, waiter=waiter)
-            self.claims.settle((owner, id))
-            if not isinstance(told, StateInfo):
-                then(told)
+    def _on_moved(self, former: Key, then: OnStored, result: StoreResult) -> None:
+        self.locks.unreserve(former)
+        if isinstance(result, StateInfo):
+            # Where the former file cannot be removed, the state has moved all the same.
+            waiter = Waiter(lambda _: then(result))
+            self.waiters.add(waiter)
+            self._remove(former, with_file=True, waiter=waiter)
+        self.locks.release_if_idle(former)
+        if not isinstance(result, StateInfo):
+            then(result)
 
-        self.put(owner, target, named.standing, ttl, moved, must=True)
-
-    def delete(self, owner: str, id: str, then: Then) -> None:
-        """`then` is called when its file is gone, if it has one, or with StateNotStored where that
-        cannot be removed. Raises StateNotFound, or StateBusy while a request will take its
-        place."""
+    def delete(self, owner: str, id: str, then: OnStored) -> None:
+        """Removes a name. `then` is called with None when its file is gone, if it has one, or with
+        StateNotStored where that cannot be removed. Raises StateNotFound, or StateBusy while a
+        request will replace its state."""
         if not self.has(owner, id):
             raise StateNotFound(f"there is no state {id!r}", param="id")
-        self.claims.take((owner, id), "id")
+        self.locks.acquire((owner, id), "id")
         waiter = Waiter(then)
         self.waiters.add(waiter)
-        self._forget(owner, id, for_good=True, waiter=waiter)
-        self.claims.settle((owner, id))
+        self._remove((owner, id), with_file=True, waiter=waiter)
+        self.locks.release_if_idle((owner, id))
 
-    def drop(self, kept: set[CachedState]) -> None:
-        """These are lost, and all that their names stood for."""
-        for named in [one for one in self._named.values() if one.standing.kept in kept]:
-            self._forget(named.owner, named.id, for_good=True)
-
-    def listed(self, owner: str, after: str, limit: int) -> tuple[list[StateInfo], bool]:
-        """Up to `limit` states after an id, in order, and whether there are more."""
-        if self._shelf is not None and not self._is_alone():
-            self._take_stock(self._shelf)
-        ids = self._ids.get(owner, [])
-        first = bisect.bisect_right(ids, after)
-        chosen = [self._named[owner, id] for id in ids[first : first + limit]]
-        return [self.info(named) for named in chosen], first + limit < len(ids)
+    def remove_lost(self, lost: set[CachedState]) -> None:
+        """Removes the names of states that are lost."""
+        for named in [one for one in self._index.all() if one.point.state in lost]:
+            self._remove(named.key, with_file=True)
 
     def expire(self) -> None:
-        """Forgets those whose time is over and which nobody is about to replace."""
-        now, first = self._clock(), self._expiry.first()
-        due = first is not None and self._named[first].expires <= now
+        """Removes those whose time is over and whose state nobody is about to replace."""
+        now = self._clock()
+        due = self._index.has_expired(now)
         if due or not self._alone or abs(now - self._asked) > ASK_SECONDS:
             self._asked = now
             self._is_alone()
-        late: list[Key] = []
-        while (key := self._expiry.first()) is not None and self._named[key].expires <= now:
-            self._expiry.discard(key)
-            late.append(key)
-        for key in late:
-            if key in self.claims:
-                named = self._named[key]
-                named.expires = now + named.ttl
-                self._expiry.put(key, (named.expires, named.id, named.owner))
+        for named in self._index.take_expired(now):
+            if named.key in self.locks:
+                self._index.set_expiry(named, now + named.ttl)
             else:
-                self._forget(*key, for_good=self._alone)
+                self._remove(named.key, with_file=self._alone)
 
-    def _write(self, storing: Storing, shelf: StateFileStore) -> None:
-        named = storing.named
-        kept, standing, key = named.standing.kept, named.standing, (named.owner, named.id)
-        file, former = self._file(*key), self._named.get(key)
-        replaces = former is not None and bool(former.file or former.behind)
-        if (self.files + 1 - replaces) * self._shape.most_bytes > self._disk_bytes:
+    # A pending store, in the order in which it runs.
+
+    def _export(self, pending: PendingStore, file_store: StateFileStore) -> None:
+        named = pending.named
+        former = self._index.get(named.key)
+        replaces = former is not None and bool(former.file or former.former_tag)
+        if (self.files + 1 - replaces) * self._layout.most_bytes > self._config.disk_bytes:
             log.warning("disk_state_bytes are used up: state %r is not stored", named.id)
-            self._fail(storing, shelf, "disk_state_bytes are used up")
+            self._fail(pending, file_store, "disk_state_bytes are used up")
             return
-        named.file, named.writing = file, True
+        named.file, named.writing = self._file(named.key), True
         self.files += 1
+        then = partial(self._on_exported, pending, file_store)
+        self._transfer.export(named.point.state, then)
+
+    def _on_exported(
+        self, pending: PendingStore, file_store: StateFileStore, content: bytes | None
+    ) -> None:
+        named = pending.named
+        if self._is_gone(pending):
+            self._fail(pending, file_store, "it has been replaced or deleted")
+            return
+        if content is None:
+            self._fail(pending, file_store, "the round that was to export it failed")
+            return
+        if file_store.pending >= MOST_PENDING:
+            log.warning("the disk is too slow: state %r is not stored", named.id)
+            self._fail(pending, file_store, "too much waits for the disk")
+            return
+        serialize = partial(self._serialize, pending, content)
+        done = partial(self._on_written, pending, file_store)
+        file_store.write(named.file, serialize, done, lasting=True)
+
+    def _serialize(self, pending: PendingStore, content: bytes) -> bytes:
+        """On a worker thread."""
+        named = pending.named
         extra = entries(named.owner, named.id, named.ttl, named.created)
-        digests: list[bytes] = []
+        found = named.point.snapshot(content, extra)
+        pending.digest = found.digest
+        return snapshot.write(found, self._layout)
 
-        def written(result: Result) -> None:
-            if isinstance(result, bytes | Unsynced):
-                self._stored(storing, digests[0], result)
-            else:
-                self._fail(storing, shelf, reason_of(result))
+    def _on_written(
+        self, pending: PendingStore, file_store: StateFileStore, result: Result
+    ) -> None:
+        if isinstance(result, bytes | Unsynced):
+            self._finish(pending, result)
+        else:
+            self._fail(pending, file_store, reason_of(result))
 
-        def fetched(state: bytes | None) -> None:
-            if self._is_gone(storing):
-                self._fail(storing, shelf, "it has been replaced or deleted")
-                return
-            if state is None:
-                self._fail(storing, shelf, "the round that was to export it failed")
-                return
-            if shelf.pending >= MOST_PENDING:
-                log.warning("the disk is too slow: state %r is not stored", named.id)
-                self._fail(storing, shelf, "too much waits for the disk")
-                return
-            given = standing.snapshot(state, extra)
-
-            def content() -> bytes:
-                digests.append(given.digest)
-                return snapshot.write(given, self._shape)
-
-            shelf.write(file, content, written, lasting=True)
-
-        self._fetch(kept, fetched)
-
-    def _is_gone(self, storing: Storing) -> bool:
-        """Its name had it, and has another state or none."""
-        named = storing.named
-        return storing.placed and self._named.get((named.owner, named.id)) is not named
-
-    def _stored(self, storing: Storing, digest: bytes, result: bytes | Unsynced) -> None:
+    def _finish(self, pending: PendingStore, result: bytes | Unsynced) -> None:
         """Its file is there, or was, where something has taken its place since."""
-        named = storing.named
-        kept, file = named.standing.kept, named.file
-        if not self._is_gone(storing):
+        named = pending.named
+        if not self._is_gone(pending):
             named.tag = result.tag if isinstance(result, Unsynced) else result
-            named.writing, named.used, kept.digest = False, named.created, digest
-            if not storing.placed:
-                self._place(storing)
-            kept.files |= {file}
-            self._tiers.note_written(kept, file)
-        self.claims.settle((named.owner, named.id))
+            named.writing, named.used = False, named.created
+            if not pending.placed:
+                self._place(pending)
+            self._tiers.mark_written(named.point.state, named.file, pending.digest)
+        self.locks.release_if_idle(named.key)
         if isinstance(result, Unsynced):
             self.store_errors += 1
             why = f"{reason_of(result)}; it is kept, but a loss of power may cost it"
-            self._tell_failure(storing, why)
+            self._tell_failure(pending, why)
         else:
-            self.waiters.tell(storing, replace(self.info(named), stored=True))
+            self.waiters.tell(pending, replace(self.info(named), stored=True))
 
-    def _fail(self, storing: Storing, shelf: StateFileStore, reason: str) -> None:
-        """It could not be stored."""
-        named = storing.named
-        kept, key = named.standing.kept, (named.owner, named.id)
-        lost = not (kept.has_row or kept.written)
-        gone = self._is_gone(storing)
+    def _fail(self, pending: PendingStore, file_store: StateFileStore, reason: str) -> None:
+        """Its file could not be written."""
+        named = pending.named
+        state, key = named.point.state, named.key
+        lost = not (state.has_row or state.written)
+        gone = self._is_gone(pending)
         if not gone:
             self.store_errors += not lost
             self.files -= bool(named.file)
             named.file, named.writing = "", False
-        if lost or (storing.must and not storing.placed):
-            if not storing.placed:
-                self._end(*key)
-                self._let_go(kept)
+        if lost or (pending.must_last and not pending.placed):
+            if not pending.placed:
+                self._unreserve(key)
+                self._tiers.remove_name(state)
         elif not gone:
-            if not storing.placed:
-                self._place(storing)
-            named.behind = shelf.tag(self._file(*key))
-            self.files += bool(named.behind)
-        self.claims.settle(key)
+            if not pending.placed:
+                self._place(pending)
+            named.former_tag = file_store.tag(self._file(key))
+            self.files += bool(named.former_tag)
+        self.locks.release_if_idle(key)
         if lost:
-            self.waiters.tell(storing, StepFailed("the state that was to be kept is lost"))
+            self.waiters.tell(pending, StepFailed("the state that was to be kept is lost"))
             return
-        stays = "what was kept under its id before stays" if key in self._named else ""
-        self._tell_failure(storing, f"{reason}; {stays or 'nothing is kept'}")
+        stays = "what was kept under its id before stays" if key in self._index else ""
+        self._tell_failure(pending, f"{reason}; {stays or 'nothing is kept'}")
 
-    def _tell_failure(self, storing: Storing, why: str) -> None:
-        if storing.must:
-            self.waiters.tell(storing, StateNotStored(f"the state could not be stored: {why}"))
+    def _tell_failure(self, pending: PendingStore, why: str) -> None:
+        if pending.must_last:
+            self.waiters.tell(pending, StateNotStored(f"the state could not be stored: {why}"))
         else:
-            self.waiters.tell(storing, replace(self.info(storing.named), stored=False))
+            self.waiters.tell(pending, replace(self.info(pending.named), stored=False))
+
+    def _is_gone(self, pending: PendingStore) -> bool:
+        """Its name had it, and has another state or none."""
+        return pending.placed and self._index.get(pending.named.key) is not pending.named
+
+    def _place(self, pending: PendingStore) -> None:
+        """The name has it from now on."""
+        named, pending.placed = pending.named, True
+        self._unreserve(named.key)
+        self._remove(named.key)
+        self._index.add(named)
+
+    # Names and their files.
+
+    @property
+    def _writes_files(self) -> bool:
+        return self._file_store is not None and self._config.disk_bytes > 0
+
+    def _unreserve(self, key: Key) -> None:
+        owner, _ = key
+        self.locks.unreserve(key)
+        if key in self._new:
+            self._new.remove(key)
+            self._new_of[owner] -= 1
+            if not self._new_of[owner]:
+                del self._new_of[owner]
+
+    def _remove(self, key: Key, with_file: bool = False, waiter: Waiter | None = None) -> None:
+        """Removes a name, if it is there; `waiter` is told when there is no file any more."""
+        named = self._index.remove(key)
+        if named is None:
+            if waiter is not None:
+                self.waiters.tell(waiter, None)
+            return
+        state = named.point.state
+        has_file = bool(named.file or named.former_tag) and self._file_store is not None
+        if has_file:
+            self.files -= 1
+            self._tiers.remove_file(state, named.file)
+        if has_file and with_file and self._file_store is not None:
+            self._delete_file(self._file_store, key, waiter)
+        elif waiter is not None:
+            self.waiters.tell(waiter, None)
+        self._tiers.remove_name(state)
+
+    def _delete_file(
+        self, file_store: StateFileStore, key: Key, waiter: Waiter | None = None
+    ) -> None:
+        file_store.delete(self._file(key), partial(self._on_deleted, file_store, key, waiter))
+
+    def _on_deleted(
+        self, file_store: StateFileStore, key: Key, waiter: Waiter | None, result: Result
+    ) -> None:
+        error = None
+        if not isinstance(result, bytes):
+            self.store_errors += 1
+            error = StateNotStored(
+                f"the state's file cannot be removed: {reason_of(result)}; what it has is kept"
+            )
+            if waiter is not None and key not in self.locks:
+                self._adopt(file_store, self._file(key))  # so that it can be tried again
+        self.locks.release_if_idle(key)
+        if waiter is not None:
+            self.waiters.tell(waiter, error)
+
+    def _note_use(self, named: NamedState, now: float) -> None:
+        """The file's time tells an engine that adopts it how long the state stays."""
+        part = named.ttl / USES_TOLD
+        file_store = self._file_store
+        if file_store is None or not named.tag or named.writing or now < named.used + part:
+            return
+        named.used = now
+        file_store.touch(named.file, named.tag, now, partial(self._on_touched, named, named.tag))
+
+    @staticmethod
+    def _on_touched(named: NamedState, before: bytes, result: Result) -> None:
+        if named.tag == before and isinstance(result, bytes):
+            named.tag = result
+
+    def _file(self, key: Key) -> str:
+        return name_of(*key, self._layout)
+
+    def _is_changing(self, key: Key) -> bool:
+        """Its file is about to be written or deleted here."""
+        if self._file_store is None:
+            return False
+        named = self._index.get(key)
+        return (named is not None and named.writing) or self._file_store.changing(self._file(key))
+
+    # Other engines' changes in the folder.
+
+    def _is_alone(self) -> bool:
+        if self._file_store is None:
+            return True
+        before, self._alone = self._alone, self._file_store.lock.alone
+        if self._alone and not before:
+            try:
+                self._reconcile(self._file_store)
+            except ConfigError as error:
+                log.error("%s", error.message)
+                self._alone = False  # for what is remembered; the next question tries again
+        return self._alone
+
+    def _refresh(self, key: Key) -> None:
+        """Before what is remembered of a name is used: another engine may have changed it."""
+        file_store = self._file_store
+        if file_store is None or self._is_alone() or self._is_changing(key):
+            return
+        file, named = self._file(key), self._index.get(key)
+        tag = file_store.tag(file)
+        if tag == (b"" if named is None else named.known_tag):
+            return
+        if tag:
+            self._adopt(file_store, file)
+        else:
+            self._remove(key)
+
+    def _reconcile(self, file_store: StateFileStore) -> None:
+        """Compares the folder with the names, where other engines may have written; other models'
+        states are left alone. Raises ConfigError."""
+        known = {named.file: named for named in self._index.all() if named.file}
+        former = {
+            self._file(one.key): one.former_tag for one in self._index.all() if one.former_tag
+        }
+        for file, status in file_store.list_files(self._layout.fingerprint):
+            named, tag = known.pop(file, None), tag_of(status)
+            if tag != (former.get(file) if named is None else named.tag):
+                self._adopt(file_store, file)
+        for named in known.values():
+            if not self._is_changing(named.key):
+                self._remove(named.key)
+
+    def _adopt(self, file_store: StateFileStore, file: str) -> None:
+        """What a file says takes the place of what is remembered, as far as it is what an engine
+        wrote."""
+        try:
+            content, status = file_store.read_now(file, self._layout.most_bytes + MORE_BYTES)
+            found = parse(file, content, self._layout)
+        except OSError as error:
+            log.warning("%s: cannot be read, and is left alone: %s", file, error)
+            return
+        except EngineError as error:
+            log.warning("%s: not taken over: %s", file, error.message)
+            return
+        key, now = (found.owner, found.id), self._clock()
+        if self._is_changing(key):
+            return
+        written = min(status.st_mtime, now)
+        named, expires = self._index.get(key), written + found.ttl
+        if expires <= now:
+            self._remove(key)
+            if self._alone:
+                file_store.delete(file)
+        elif named is not None and named.is_of(found.created, found.snapshot):
+            named.tag, named.used = tag_of(status), written
+            self._index.set_expiry(named, max(named.expires, expires))
+        else:
+            self._remove(key)
+            read = found.snapshot.tokens - len(found.snapshot.tail) // ID_BYTES
+            digest = found.snapshot.digest
+            state = CachedState(read, found.owner, files={file}, written={file}, digest=digest)
+            self._tiers.add_name(state)
+            point, times = ResumePoint.of(state, found.snapshot), (found.created, found.ttl)
+            tag = tag_of(status)
+            self._index.add(NamedState(*key, point, *times, expires, file, tag, written))
+            self.files += 1
+
+
+def reason_of(error: OSError | EngineError) -> str:
+    """Why the disk did not do it, in words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

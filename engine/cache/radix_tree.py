@@ -19,12 +19,12 @@ T = TypeVar("T")
 class RadixNode(Generic[T]):
     """The text from the root to here, of `length` tokens; `value` is what is kept of it."""
 
-    __slots__ = ("children", "length", "parent", "reader", "run", "trie", "value")
+    __slots__ = ("children", "length", "parent", "reader", "run", "tree", "value")
 
     def __init__(
-        self, trie: RadixTree[T], parent: RadixNode[T] | None, run: bytes, length: int
+        self, tree: RadixTree[T], parent: RadixNode[T] | None, run: bytes, length: int
     ) -> None:
-        self.trie = trie
+        self.tree = tree
         self.parent = parent
         self.run = run  # the tokens after the parent's
         self.length = length

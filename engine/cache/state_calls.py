@@ -1,13 +1,21 @@
-"""StateCallHandler: answers what clients ask of kept states beside their requests (`StateCall`).
+"""StateCallHandler: answers what clients ask of named states beside their requests (`StateCall`).
 
-Most answers are there at once. What needs a state's bytes has to wait for a round that exports
-them, and before that, where only a file has them, for that to be read; what keeps a state, for its
-file to be written. Snapshots are made and checked aside.
+Each call is answered by one reply, at once where nothing has to be waited for:
+
+| action | waits for |
+| --- | --- |
+| get, list | nothing |
+| delete | its file to be removed |
+| fork, move | a row, where a file alone has the state; the file to be written |
+| export | a row, likewise; the step that exports it; a worker thread that makes the snapshot |
+| import | a worker thread that checks the snapshot; the file to be written |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
 
 from engine.cache.resume_point import NamedState, ResumePoint
 from engine.cache.state_manager import StateCacheManager
@@ -15,7 +23,7 @@ from engine.cache.storage import snapshot
 from engine.cache.storage.named_state_file import check_id
 from engine.cache.storage.snapshot import Snapshot
 from engine.cache.storage.worker_threads import Result
-from engine.cache.store_waiters import Then, Told
+from engine.cache.store_waiters import StoreResult
 from engine.cache.tiered_store import CachedState
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
 from engine.protocol.failed import Failed
@@ -25,159 +33,162 @@ from engine.protocol.validation import check_ttl
 
 MOST_LISTED = 1000
 
-Answer = Callable[[], None]
+
+@dataclass(eq=False, slots=True)
+class _PendingCall:
+    """A call that has not been answered."""
+
+    client: Hashable
+    call: StateCall
+    loads: int = 0  # how often its state was read from a file
 
 
 class StateCallHandler:
-    """`replies` are what there is to tell, until they are taken."""
+    """One per engine. `replies` are what there is to tell whom, until they are taken."""
 
-    def __init__(self, keeper: StateCacheManager) -> None:
-        self._states = keeper.states
-        self._traffic = keeper.traffic
-        self._shape = keeper.shape
-        self._waiting: dict[CachedState, list[Answer]] = {}  # for a file
+    def __init__(self, cache: StateCacheManager) -> None:
+        self._states = cache.states
+        self._transfer = cache.transfer
+        self._layout = cache.config.layout
+        self._loading: dict[CachedState, list[_PendingCall]] = {}
         self.replies: list[tuple[Hashable, StateReply]] = []
-        keeper.on_loaded = self.loaded
+        cache.on_loaded = self._on_loaded
 
-    def ask(self, client: Hashable, call: StateCall) -> None:
-        """Answers, now or later, with one reply. Raises nothing."""
+    def handle(self, client: Hashable, call: StateCall) -> None:
+        """Answers a call, now or later, with one reply. Raises nothing."""
         self._states.expire()
-        self._try(client, call, lambda: self._answer(client, call))
+        self._run(self._begin, _PendingCall(client, call))
 
-    def loaded(self, kept: CachedState) -> None:
-        """A file has been read."""
-        for answer in self._waiting.pop(kept, ()):
-            answer()
-
-    def refuse(self, client: Hashable, call: int, error: EngineError) -> None:
-        self.replies.append((client, StateReply(call, Failed.of(call, error))))
-
-    def _try(self, client: Hashable, call: StateCall, answer: Answer) -> None:
-        try:
-            answer()
-        except EngineError as error:
-            self.refuse(client, call.call, error)
-
-    def _tell(self, client: Hashable, call: StateCall, *states: StateInfo) -> None:
-        self.replies.append((client, StateReply(call.call, states=list(states))))
-
-    def _teller(self, client: Hashable, call: StateCall) -> Then:
-        def then(told: Told) -> None:
-            if isinstance(told, EngineError):
-                self.refuse(client, call.call, told)
-            else:
-                self._tell(client, call, *(() if told is None else (told,)))
-
-        return then
-
-    def _answer(self, client: Hashable, call: StateCall) -> None:
+    def _begin(self, pending: _PendingCall) -> None:
+        call = pending.call
         if call.ttl is not None:
             check_ttl("ttl", call.ttl)
         match call.action:
             case "get":
-                self._tell(client, call, self._states.info(self._states.find(call.owner, call.id)))
+                info = self._states.info(self._states.get(call.owner, call.id))
+                self._reply(pending, StateReply(call.call, states=[info]))
             case "list":
-                self._list(client, call)
+                self._list(pending)
             case "delete":
-                self._states.delete(call.owner, call.id, self._teller(client, call))
-            case "fork":
-                self._with_row(client, call, self._fork)
-            case "move":
-                self._with_row(client, call, self._move)
-            case "export":
-                self._with_row(client, call, self._export)
+                self._states.delete(call.owner, call.id, partial(self._on_stored, pending))
+            case "fork" | "move" | "export":
+                self._with_row(pending)
             case "import":
-                self._import(client, call)
+                self._import(pending)
 
-    def _list(self, client: Hashable, call: StateCall) -> None:
+    def _list(self, pending: _PendingCall) -> None:
+        call = pending.call
         if not 1 <= call.limit <= MOST_LISTED:
             raise InvalidRequest(
                 f"limit is {call.limit}; allowed: 1 to {MOST_LISTED}", param="limit"
             )
-        found, more = self._states.listed(call.owner, call.id, call.limit)
-        self.replies.append((client, StateReply(call.call, states=found, more=more)))
+        found, more = self._states.list_states(call.owner, call.id, call.limit)
+        self._reply(pending, StateReply(call.call, states=found, more=more))
 
-    def _with_row(
-        self,
-        client: Hashable,
-        call: StateCall,
-        then: Callable[[Hashable, StateCall, NamedState], None],
-        tries: int = 0,
-    ) -> None:
-        """`then`, once the state is in a row."""
-        named = self._states.find(call.owner, call.id)
-        kept = named.standing.kept
-        if kept.has_row:
-            then(client, call, named)
+    # Calls that need the state in a row.
+
+    def _with_row(self, pending: _PendingCall) -> None:
+        """Goes on at once, or again when the state's file has been read."""
+        call = pending.call
+        named = self._states.get(call.owner, call.id)
+        state = named.point.state
+        if not state.has_row:
+            self._transfer.load(state, pending.loads, "id")
+            pending.loads += 1
+            self._loading.setdefault(state, []).append(pending)
             return
-        self._traffic.load(kept, tries, "id")
+        match call.action:
+            case "fork":
+                id = self._states.reserve(call.owner, call.target, "target")
+                then = partial(self._on_stored, pending)
+                self._states.store(call.owner, id, named.point, call.ttl, then, must_last=True)
+            case "move":
+                then = partial(self._on_stored, pending)
+                self._states.move(named, call.target, call.ttl, then)
+            case "export":
+                self._export(pending, named)
 
-        def again() -> None:
-            self._try(client, call, lambda: self._with_row(client, call, then, tries + 1))
+    def _on_loaded(self, state: CachedState) -> None:
+        for pending in self._loading.pop(state, ()):
+            self._run(self._with_row, pending)
 
-        self._waiting.setdefault(kept, []).append(again)
-
-    def _fork(self, client: Hashable, call: StateCall, named: NamedState) -> None:
-        id = self._states.begin(call.owner, call.target, "target")
-        then = self._teller(client, call)
-        self._states.put(call.owner, id, named.standing, call.ttl, then, must=True)
-
-    def _move(self, client: Hashable, call: StateCall, named: NamedState) -> None:
-        self._states.move(named, call.target, call.ttl, self._teller(client, call))
-
-    def _export(self, client: Hashable, call: StateCall, named: NamedState) -> None:
+    def _export(self, pending: _PendingCall, named: NamedState) -> None:
         info = self._states.info(named)
-        standing = named.standing
+        then = partial(self._on_exported, pending, info, named.point)
+        self._transfer.export(named.point.state, then)
 
-        def fetched(state: bytes | None) -> None:
-            if state is None:
-                self.refuse(client, call.call, StepFailed("the round that was to export it failed"))
-                return
-            self._traffic.do(
-                lambda: snapshot.write(standing.snapshot(state), self._shape),
-                lambda content: self._hand_out(client, call, info, content),
-            )
-
-        self._traffic.fetch(standing.kept, fetched)
-
-    def _hand_out(
-        self, client: Hashable, call: StateCall, info: StateInfo, content: Result
+    def _on_exported(
+        self, pending: _PendingCall, info: StateInfo, point: ResumePoint, content: bytes | None
     ) -> None:
-        if isinstance(content, bytes):
-            self.replies.append((client, StateReply(call.call, states=[info], content=content)))
-        else:
-            self.refuse(client, call.call, _as_error(content))
+        if content is None:
+            self._refuse(pending, StepFailed("the round that was to export it failed"))
+            return
+        serialize = partial(snapshot.write, point.snapshot(content), self._layout)
+        self._transfer.run_aside(serialize, partial(self._on_serialized, pending, info))
 
-    def _import(self, client: Hashable, call: StateCall) -> None:
-        if call.target:
-            check_id("target", call.target)
+    def _on_serialized(self, pending: _PendingCall, info: StateInfo, content: Result) -> None:
+        if isinstance(content, bytes):
+            self._reply(pending, StateReply(pending.call.call, states=[info], content=content))
+        else:
+            self._refuse(pending, _as_error(content))
+
+    # A client's snapshot.
+
+    def _import(self, pending: _PendingCall) -> None:
+        if pending.call.target:
+            check_id("target", pending.call.target)
         found: list[Snapshot] = []
 
         def check() -> bytes:
-            found.append(snapshot.read(call.content, self._shape))
+            found.append(snapshot.read(pending.call.content, self._layout))
             return b""
 
-        def checked(result: Result) -> None:
-            if isinstance(result, bytes):
-                self._try(client, call, lambda: self._take_in(client, call, *found))
-            else:
-                self.refuse(client, call.call, _as_error(result))
+        self._transfer.run_aside(check, partial(self._on_checked, pending, found))
 
-        self._traffic.do(check, checked)
+    def _on_checked(self, pending: _PendingCall, found: list[Snapshot], result: Result) -> None:
+        if isinstance(result, bytes):
+            self._run(partial(self._store_import, found[0]), pending)
+        else:
+            self._refuse(pending, _as_error(result))
 
-    def _take_in(self, client: Hashable, call: StateCall, found: Snapshot) -> None:
-        id = self._states.begin(call.owner, call.target, "target")
-        kept = CachedState(found.tokens - len(found.tail) // ID_BYTES, call.owner)
+    def _store_import(self, found: Snapshot, pending: _PendingCall) -> None:
+        call = pending.call
+        id = self._states.reserve(call.owner, call.target, "target")
+        state = CachedState(found.tokens - len(found.tail) // ID_BYTES, call.owner)
         try:
-            self._states.check_part(call.owner, id)
-            if not self._traffic.bring_in(kept, found.state):
+            self._states.check_quota(call.owner, id)
+            if not self._transfer.import_state(state, found.state):
                 raise StateQuota("no memory is left for a state; delete some, or wait for others")
         except EngineError:
-            self._states.end(call.owner, id)
+            self._states.cancel(call.owner, id)
             raise
-        standing, then = ResumePoint.of(kept, found), self._teller(client, call)
-        lasts = not call.brief
-        self._states.put(call.owner, id, standing, call.ttl, then, must=lasts, wait=lasts)
+        point, lasts = ResumePoint.of(state, found), not call.brief
+        then = partial(self._on_stored, pending)
+        self._states.store(call.owner, id, point, call.ttl, then, must_last=lasts, wait=lasts)
+
+    # Replies.
+
+    def _run(self, step: Callable[[_PendingCall], None], pending: _PendingCall) -> None:
+        """A step of a call; what it raises is the answer."""
+        try:
+            step(pending)
+        except EngineError as error:
+            self._refuse(pending, error)
+
+    def _on_stored(self, pending: _PendingCall, result: StoreResult) -> None:
+        if isinstance(result, EngineError):
+            self._refuse(pending, result)
+        else:
+            states = [] if result is None else [result]
+            self._reply(pending, StateReply(pending.call.call, states=states))
+
+    def _refuse(self, pending: _PendingCall, error: EngineError) -> None:
+        call = pending.call.call
+        failed = Failed(call, error.code, error.message, error.param, error.retry_after)
+        self._reply(pending, StateReply(call, failed))
+
+    def _reply(self, pending: _PendingCall, reply: StateReply) -> None:
+        self.replies.append((pending.client, reply))
 
 
 def _as_error(error: OSError | EngineError) -> EngineError:

@@ -1,9 +1,22 @@
-"""StateCacheManager: the scheduler's dealings with kept states: what a sequence starts from, what
-it leaves.
+"""StateCacheManager: the scheduler's one way to cached and named states.
 
-A sequence that is to be kept has a row of its own for that from its admission on, its `spare`.
-When its prompt has been read up to the last token (with whole chunks: up to the last multiple), the
-state is copied there, and is its *base*. At its end there are three cases:
+What the scheduler tells it of a sequence, in this order:
+
+| call | when | what it does |
+| --- | --- | --- |
+| `on_add` | it arrives | looks up the named state, reserves the name it will leave |
+| `lookup` | it could be admitted | finds where it may start, or what it has to wait for |
+| `on_admit` | it is admitted | plans the copy to its slot, makes it the reader of its marks |
+| `on_prefill` | a plan reads part of its text | plans the copies to cached states |
+| `on_stored` | that plan is committed | they are stored; others may go on |
+| `on_slot_reused` | its slot goes to another one | plans a copy of what its slot holds |
+| `store_answer`, or `needs_rebuild` and `on_finish` | it ends | stores what it leaves |
+| `cancel_pending` | it reads no more | others wait for it no longer |
+| `release` | it is over | releases all that it has pinned |
+
+A sequence that is to leave a state has a row of its own for that from its admission on, its
+*target*. When its prompt has been read up to the last token (with whole chunks: up to the last
+multiple), the state is copied there, and is its *base*. At its end there are three cases:
 - nothing of the answer is kept: the base, and what is left of the prompt is its tail;
 - the answer ended with a token that is kept: the state in the slot has read all but that one;
 - else the slot has read other tokens than those that are kept, and a *rebuild* takes its place:
@@ -14,22 +27,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+from engine.cache.cache_config import CacheConfig
 from engine.cache.disk_tier import DiskTier
-from engine.cache.finished_states import FinishedStates
+from engine.cache.finished_states import FinishedStates, OnFinished
 from engine.cache.named_states import NamedStates
-from engine.cache.prefix_cache import CacheHit, Place, PrefixCache
+from engine.cache.prefix_cache import CacheHit, Node, PrefixCache
 from engine.cache.resume_point import ResumePoint
 from engine.cache.sequence_state import SequenceState
 from engine.cache.storage.file_store import StateFileStore
-from engine.cache.storage.snapshot import StateLayout
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.config import SCAN_CHUNK
 from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
-from engine.protocol.placement import StatePlacement
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import ID_BYTES, pack_ids
@@ -37,82 +49,115 @@ from engine.sequence import Sequence
 from engine.step_plan import INITIAL, Admission, Copy, StepPlan
 
 
-class StateCacheManager(FinishedStates):
-    """One per engine. The device has `device_rows` for kept states, from `first_row` on, and main
-    memory `host_rows`; `trie_bytes` bounds what is kept of texts to find them by."""
+class StateCacheManager:
+    """One per engine; called by the engine's thread alone. Lengths are tokens of `Sequence.text`.
+
+    Plans are committed in the order in which they were made, and another plan may be made before
+    one is committed.
+    """
 
     def __init__(
         self,
-        device_rows: int,
-        first_row: int,
-        host_rows: int = 0,
-        *,
-        shape: StateLayout | None = None,
-        with_whole_chunks: bool = False,
-        trie_bytes: int = 2**28,
-        ttl: float = 86400.0,
-        most_states: int = 2**17,
-        shelf: StateFileStore | None = None,
-        disk_bytes: int = 0,
-        disk_cache_bytes: int = 0,
-        variant: str = "",
-        home: StatePlacement | None = None,
+        config: CacheConfig,
+        file_store: StateFileStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """What is on the shelf is there: named states, up to `disk_bytes`, and cached ones of the
-        same `variant` of the model; `home` chooses ids; `clock` is the time of day."""
-        self.shape = shape or StateLayout("", 2**31, (1, 1), None)
-        self.row_bytes = self.shape.bytes + 4 * self.shape.vocab_size  # of main memory
-        self.tiers = TieredStateStore(device_rows, first_row, host_rows)
-        self.cache = PrefixCache(self.tiers, trie_bytes, with_whole_chunks)
-        self.traffic = StateTransfer(self.tiers, self.shape, shelf)
-        self.states = NamedStates(
-            self.tiers,
-            self.shape,
-            ttl=ttl,
-            most=most_states,
-            shelf=shelf,
-            disk_bytes=disk_bytes,
-            fetch=self.traffic.fetch,
-            clock=clock,
-            new_id=(home or StatePlacement()).new_id,
-        )
-        self.disk = DiskTier(
-            self.tiers, self.cache, self.traffic, self.shape, shelf, variant, disk_cache_bytes
-        )
-        self._with_whole_chunks = with_whole_chunks
-        self.on_loaded: Callable[[CachedState], None] = lambda kept: None  # its file has been read
+        """Takes in what `file_store` has of this model: named states, and cached ones of the same
+        variant. `clock` is the time of day in seconds. Raises ConfigError."""
+        self.config = config
+        self.tiers = TieredStateStore(config.device_rows, config.first_row, config.host_rows)
+        self.cache = PrefixCache(self.tiers, config.tree_bytes, config.with_whole_chunks)
+        self.transfer = StateTransfer(self.tiers, config.layout, file_store)
+        self.states = NamedStates(config, self.tiers, self.transfer, file_store, clock)
+        self.disk = DiskTier(config, self.tiers, self.cache, self.transfer, file_store)
+        self._finished = FinishedStates(config.layout, self.tiers, self.transfer, self.states)
+        # Told of a state whose file has been read, or could not be.
+        self.on_loaded: Callable[[CachedState], None] = lambda state: None
+        self._of: dict[int, SequenceState] = {}  # by key, of sequences with named states
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
+    @classmethod
+    def in_memory(
+        cls, device_rows: int, first_row: int, with_whole_chunks: bool = False
+    ) -> StateCacheManager:
+        """A cache of rows of the device alone."""
+        return cls(
+            CacheConfig(
+                device_rows=device_rows, first_row=first_row, with_whole_chunks=with_whole_chunks
+            )
+        )
+
+    # Steps.
+
+    def begin_plan(self) -> None:
+        """Another plan is being made; comes before all that is asked for it."""
+        self.tiers.begin_plan()
+
+    def fill_plan(self, plan: StepPlan) -> None:
+        """Gives a plan, once it is made, the moves that it begins with and what it exports."""
+        self.transfer.fill_plan(plan)
+
+    def on_exported(self, ticket: int, content: bytes) -> None:
+        """A committed plan has exported a state."""
+        self.transfer.on_exported(ticket, content)
+
+    def on_plan_failed(self, plan: StepPlan) -> None:
+        """What a failed plan copied to is lost, but for what a file has; so is what it was to
+        export."""
+        places = self.tiers.overwritten({move.target for move in (*plan.before, *plan.after)})
+        lost = self.tiers.states_in(places)
+        self.states.remove_lost({state for state in lost if not state.written})
+        for state in lost:
+            if state.node is not None and state.written:
+                self.tiers.move_to_disk(state)
+            else:
+                self.cache.evict(state)
+                self.tiers.free_row(state)
+        for export in plan.exports:
+            self.transfer.on_exported(export.ticket, None)
+
     def collect(self) -> list[CachedState]:
-        """What has been read from files since this was last called; also forgets what is out of
-        date."""
+        """Takes in what worker threads have done, and removes expired names; once per step.
+
+        Returns: the states whose files have been read, or could not be, for which sequences may
+        wait (`CacheHit.loading`).
+        """
         self.states.expire()
         self.disk.collect()
-        loaded = self.traffic.collect()
-        for kept in loaded:
-            if kept.node is not None and not kept.has_row and not kept.files:
-                self.cache.forget(kept)  # else it could not be had just now, for want of a row, say
-        for kept in loaded:
-            self.on_loaded(kept)
+        loaded = self.transfer.collect()
+        for state in loaded:
+            if state.node is not None and not state.has_row and not state.files:
+                self.cache.evict(state)  # else it could not be had just now, for want of a row, say
+        for state in loaded:
+            self.on_loaded(state)
         return loaded
+
+    @property
+    def exporting(self) -> bool:
+        """A plan is needed for a state to be exported, even an empty one."""
+        return self.transfer.exporting
+
+    @property
+    def busy(self) -> bool:
+        """Steps are needed, be it only to tell of what the disk has done."""
+        return self.transfer.busy
 
     # A sequence's life.
 
-    def accept(self, sequence: Sequence) -> None:
-        """Takes down what a new sequence starts from and is to leave.
+    def on_add(self, sequence: Sequence) -> None:
+        """Looks up what a new sequence goes on from, and reserves the name that it will leave.
 
-        Raises StateNotFound, StateBusy, StateQuota or InvalidRequest.
+        Raises StateNotFound, StateBusy, StateQuota or InvalidRequest; nothing is reserved then.
         """
         request = sequence.request
         if not request.state and request.keep is None:
             return
         keep = request.keep
         # First of all, since from then on no other engine replaces what it starts from.
-        id = self.states.begin(request.owner, keep.id, "keep") if keep and keep.store else ""
+        id = self.states.reserve(request.owner, keep.id, "keep") if keep and keep.store else ""
         try:
-            source = self.states.source(request.owner, request.state, request.state_optional)
+            source = self.states.resume_point(request.owner, request.state, request.state_optional)
             if source is None and not request.prompt:
                 raise InvalidRequest(
                     f"prompt is empty, and there is no state {request.state!r} to go on from",
@@ -120,151 +165,166 @@ class StateCacheManager(FinishedStates):
                 )
         except EngineError:
             if id:
-                self.states.end(request.owner, id)
+                self.states.cancel(request.owner, id)
             raise
-        keeping = SequenceState(source, keep, id)
         if source is not None:
-            self.tiers.hold(source.kept)
-            sequence.go_on_from(source.tail)
-        sequence.keeping = keeping
+            self.tiers.pin(source.state)
+            sequence.go_on_from(source.tail, source.drawn)
+        self._of[sequence.key] = SequenceState(source, keep, id)
 
-    def find(self, sequence: Sequence) -> CacheHit:
-        """Where it may start. With `awaited` it has to wait for that; Raises EngineError where it
-        cannot start at all."""
-        keeping = sequence.keeping
-        source = None if keeping is None or keeping.source is None else keeping.source.kept
-        look = source is None or sequence.request.cache_points
-        found = self.cache.look(sequence) if look else CacheHit()
-        if found.kept is not None and not found.kept.has_row:
-            self.disk.fetch(found.kept)
+    def lookup(self, sequence: Sequence) -> CacheHit:
+        """Looks up where a sequence that waits may start, in the plan being made.
+
+        One that is to leave a state gets its row here, unless it has to wait.
+
+        Returns: the hit, which holds until the next look-up or admission. With `awaited` or
+        `loading` the sequence has to wait for that, and to be looked up again.
+        Raises: EngineError where it cannot start at all.
+        """
+        own = self._of.get(sequence.key)
+        source = None if own is None or own.source is None else own.source.state
+        cacheable = source is None or sequence.request.cache_points
+        hit = self.cache.lookup(sequence, source) if cacheable else CacheHit()
+        if hit.state is not None and not hit.state.has_row:
+            self.disk.load(hit.state)
             sequence.loads += 1
-            return CacheHit(loading=found.kept)
-        if keeping is not None and source is not None and not (found.kept or found.awaited):
-            found.reason = ""
+            return CacheHit(loading=hit.state)
+        if own is not None and source is not None and not (hit.state or hit.awaited):
+            hit.reason = ""
             if not source.has_row:
-                self.traffic.load(source, keeping.loads, "state")
-                keeping.loads += 1
+                self.transfer.load(source, own.loads, "state")
+                own.loads += 1
                 return CacheHit(loading=source)
-            found.kept = source
-        if keeping is not None and keeping.keep is not None and found.awaited is None:
-            self._reserve(sequence, keeping, found)
-        return found
+            hit.state = source
+        if own is not None and own.keep is not None and hit.awaited is None:
+            self._allocate_target(sequence, own, hit)
+        return hit
 
-    def successor(self, sequence: Sequence) -> ResumePoint | None:
-        """What has the name now of the state that it was to go on from, where that is another."""
-        keeping, request = sequence.keeping, sequence.request
-        if keeping is None or keeping.source is None:
+    def replacement(self, sequence: Sequence) -> ResumePoint | None:
+        """What now has the name of the state that a waiting sequence was to go on from; None where
+        that is the same state, or nothing."""
+        own, request = self._of.get(sequence.key), sequence.request
+        if own is None or own.source is None:
             return None
-        latest = self.states.source(request.owner, request.state, optional=True)
-        return None if latest is keeping.source else latest
+        latest = self.states.resume_point(request.owner, request.state, optional=True)
+        return None if latest is own.source else latest
 
     def change_source(self, sequence: Sequence, source: ResumePoint) -> None:
-        """It goes on from this one; nothing has been found or reserved for it yet."""
-        keeping = sequence.keeping
-        assert keeping is not None and keeping.source is not None and keeping.spare is None
-        self.tiers.hold(source.kept)
-        self.tiers.release(keeping.source.kept)
-        keeping.source, keeping.loads = source, 0
-        sequence.go_on_from(source.tail)
+        """A waiting sequence goes on from this instead (`replacement`); its text changes."""
+        own = self._of[sequence.key]
+        assert own.source is not None and own.target is None
+        self.tiers.pin(source.state)
+        self.tiers.release(own.source.state)
+        own.source, own.loads = source, 0
+        sequence.go_on_from(source.tail, source.drawn)
 
-    def _reserve(self, sequence: Sequence, keeping: SequenceState, found: CacheHit) -> None:
+    def _allocate_target(self, sequence: Sequence, own: SequenceState, hit: CacheHit) -> None:
         base = sequence.prompt_tokens - 1
-        if self._with_whole_chunks:
+        if self.config.with_whole_chunks:
             base = base // SCAN_CHUNK * SCAN_CHUNK
-        if found.kept is not None:
-            self.tiers.use(found.kept)  # it stays where it is in this plan
+        if hit.state is not None:
+            self.tiers.promote(hit.state)  # it stays where it is in this plan
         owner = sequence.request.owner
-        if keeping.id:
-            self.states.check_part(owner, keeping.id)
-        spare = CachedState(self._before(sequence) + base, owner)
-        if not self.tiers.put(spare):
+        if own.id:
+            self.states.check_quota(owner, own.id)
+        target = CachedState(own.before + base, owner)
+        if not self.tiers.allocate(target):
             raise StateQuota("no memory is left for a state; delete some, or wait for others")
-        keeping.spare = self.tiers.hold(spare)
-        if base > found.length:
-            found.ends = sorted({*found.ends, base})
+        own.target = self.tiers.pin(target)
+        if base > hit.length:
+            hit.ends = sorted({*hit.ends, base})
 
-    def admit(self, plan: StepPlan, sequence: Sequence, found: CacheHit) -> None:
-        """It starts there: plans the copies and sets its marks and position."""
-        kept, keeping, request = found.kept, sequence.keeping, sequence.request
-        place, cached, before = None, found.length, 0
+    def on_admit(self, plan: StepPlan, sequence: Sequence, hit: CacheHit) -> None:
+        """Admits a sequence that has its slot, where its latest look-up says: adds the admission
+        and the copies to the plan being made, and sets the sequence's marks and position."""
+        own, request = self._of.get(sequence.key), sequence.request
+        place, cached, before, source = None, hit.length, 0, None
         if cached:
             self._hits += 1
-        elif found.reason:
-            self._misses[found.reason] += 1
-        if kept is not None:
-            place = self.tiers.use(kept)
-            if kept.node is not None:
-                self.disk.used(kept)
-        self.cache.claim(sequence, found.marks)
-        sequence.marks = found.ends
+        elif hit.reason:
+            self._misses[hit.reason] += 1
+        if hit.state is not None:
+            place = self.tiers.promote(hit.state)
+            if hit.state.node is not None:
+                self.disk.touch(hit.state)
+        if own is not None and own.source is not None:
+            source = own.source.state
+        self.cache.add_pending(sequence, hit.marks, source)
+        sequence.marks = hit.ends
         sequence.position = sequence.anchor = cached
         sequence.cached_tokens = max(cached - sequence.lead, 0)  # of its own prompt
-        if keeping is not None:
-            before = keeping.before
-            if (spare := keeping.due(cached)) is not None:
-                self.tiers.moves.append(Copy(INITIAL if place is None else place, spare.place))
-                self._based(keeping, spare, cached)
+        if own is not None:
+            before = own.before
+            if (target := own.base_at(cached)) is not None:
+                self.tiers.copy_into(target, INITIAL if place is None else place)
+                self._commit_base(own, target, cached)
         text = sequence.text if sequence.text is not request.prompt else b""
         plan.admit.append(
             Admission(request, sequence.key, sequence.slot, place, cached, text, before)
         )
-        if keeping is not None:
-            self._leave_source(keeping)
+        if own is not None:
+            self._release_source(own)
 
-    def passes(self, plan: StepPlan, sequence: Sequence, length: int) -> None:
-        """The plan reads its text up to `length`: plans the snapshots that are due there."""
-        kept = self.cache.reserve(sequence, length)
-        if kept is not None:
-            key = sequence.key if kept.logits else -1
-            plan.after.append(Copy(sequence.slot, kept.place, key))
-        keeping = sequence.keeping
-        if keeping is not None and (spare := keeping.due(length)) is not None:
-            plan.after.append(Copy(sequence.slot, spare.place))
+    def on_prefill(self, plan: StepPlan, sequence: Sequence, length: int) -> None:
+        """The plan being made reads a sequence's text up to `length`: adds the copies of its slot
+        that are to be stored."""
+        state = self.cache.allocate(sequence, length)
+        if state is not None:
+            key = sequence.key if state.has_logits else -1
+            plan.after.append(Copy(sequence.slot, state.place, key))
+        own = self._of.get(sequence.key)
+        if own is not None and (target := own.base_at(length)) is not None:
+            plan.after.append(Copy(sequence.slot, target.place))
 
-    def landed(self, sequence: Sequence, length: int) -> Place | None:
-        """It has read its text up to `length`. Returns what others may have waited for."""
-        keeping = sequence.keeping
-        if keeping is not None and (spare := keeping.due(length)) is not None:
-            self._based(keeping, spare, length)
-        return self.cache.landed(sequence.key, length)
+    def on_stored(self, sequence: Sequence, length: int) -> Node | None:
+        """A committed plan has read a sequence's text up to `length`. Returns what other sequences
+        may wait for (`CacheHit.awaited`), if anything."""
+        own = self._of.get(sequence.key)
+        if own is not None and (target := own.base_at(length)) is not None:
+            self._commit_base(own, target, length)
+        return self.cache.commit(sequence.key, length)
+
+    def on_slot_reused(self, sequence: Sequence) -> None:
+        """A sequence's slot goes to another one in the plan being made, before it is known how it
+        ends."""
+        self.cache.copy_answer(sequence)
 
     def may_end(self, sequence: Sequence, reason: FinishReason, kept: int | None) -> bool:
-        """Whether a client's word ends it; of its answer `kept` tokens are to be kept (None:
-        all)."""
-        keeping = sequence.keeping
-        if keeping is None:
+        """Whether a client's word ends a sequence now. Of its answer `kept` tokens are to be in
+        the state that it leaves (None: all)."""
+        own = self._of.get(sequence.key)
+        if own is None:
             return True
-        if keeping.rebuilds is not None:  # it has ended already, but for what is kept of it
+        if own.rebuilds is not None:  # it has ended already, but for what is kept of it
             return reason == "abort"
-        keeping.kept_tokens = None if kept is None else max(kept, 0)
+        own.kept_tokens = None if kept is None else max(kept, 0)
         return True
 
-    def cache_answer(self, sequence: Sequence, reason: FinishReason, read: int | None) -> None:
-        """It ends, and has nothing else to do with kept states. Its slot's has read `read` tokens
-        of the answer."""
+    def has_named_state(self, sequence: Sequence) -> bool:
+        """Whether a sequence goes on from a named state or leaves one: then it ends by
+        `on_finish`, and its slot is its own until it has."""
+        return sequence.key in self._of
+
+    def store_answer(self, sequence: Sequence, reason: FinishReason, read: int | None) -> None:
+        """A sequence without a named state ends; its slot's state has read `read` tokens of the
+        answer (None: not known, and nothing is stored)."""
         if read is not None and reason in ("stop", "length"):
-            self.cache.keep_answer(sequence, read)
+            self.cache.store_answer(sequence, read)
 
-    def hand_over(self, sequence: Sequence) -> None:
-        """Its slot goes to another one in the plan being made, before it is known how it ends."""
-        self.cache.save_answer(sequence)
-
-    def needs_rebuild(
-        self, sequence: Sequence, keeping: SequenceState, reason: FinishReason, read: int | None
-    ) -> bool:
-        """It ends: whether its state has to be made from its base. Its slot's has read `read`
-        tokens of the answer."""
-        if keeping.rebuilds is not None or not keeping.has_base:
+    def needs_rebuild(self, sequence: Sequence, reason: FinishReason, read: int | None) -> bool:
+        """Whether the state that a sequence leaves that ends has to be made from its base, since
+        its slot's has read other tokens of the answer: `read` (None: not known)."""
+        own = self._of[sequence.key]
+        if own.rebuilds is not None or not own.has_base:
             return False
-        answer = keeping.answer_of(sequence)
+        answer = own.answer_of(sequence)
         return reason != "abort" and len(answer) > 0 and read != len(answer) - 1
 
     def rebuild(self, sequence: Sequence, key: int, reason: FinishReason, now: float) -> Sequence:
-        """The sequence that takes the place of this one, which has ended."""
-        keeping, request = sequence.keeping, sequence.request
-        assert keeping is not None
-        answer = keeping.answer_of(sequence)
-        text = sequence.text[keeping.base * ID_BYTES :] + pack_ids(answer[:-1])
+        """Returns the sequence, of a new `key`, that takes the place of one that has ended."""
+        own, request = self._of.pop(sequence.key), sequence.request
+        answer = own.answer_of(sequence)
+        text = sequence.text[own.base * ID_BYTES :] + pack_ids(answer[:-1])
         again = Request(
             id=request.id,
             prompt=text,
@@ -272,80 +332,128 @@ class StateCacheManager(FinishedStates):
             owner=request.owner,
             priority=request.priority,
         )
-        heir = Sequence(key, sequence.client, again, (), now)
-        heir.keeping = keeping
-        keeping.rebuilds, keeping.reason, keeping.answer = sequence, reason, answer
-        sequence.keeping = None
-        return heir
+        own.rebuilds, own.reason, own.answer = sequence, reason, answer
+        self._of[key] = own
+        return Sequence(key, sequence.client, again, (), now)
 
-    def readmit(self, plan: StepPlan, heir: Sequence) -> None:
-        """A rebuild begins, in a slot."""
-        assert heir.keeping is not None and heir.keeping.spare is not None
-        spare = heir.keeping.spare
-        if not spare.has_row:
+    def on_readmit(self, plan: StepPlan, heir: Sequence) -> None:
+        """A rebuild begins in the plan being made, in its slot. Raises StepFailed where its base is
+        lost."""
+        target = self._of[heir.key].target
+        assert target is not None
+        if not target.has_row:
             raise StepFailed("the state that was to be kept is lost")
-        place = self.tiers.use(spare)
+        place = self.tiers.promote(target)
         plan.admit.append(
-            Admission(heir.request, heir.key, heir.slot, place, 0, heir.text, spare.position)
+            Admission(heir.request, heir.key, heir.slot, place, 0, heir.text, target.position)
         )
 
-    def leave(self, sequence: Sequence) -> list[Place]:
-        """It reads no more: what others need wait for no longer."""
-        return self.cache.leave(sequence.key)
+    def answered(self, sequence: Sequence) -> Sequence:
+        """The sequence whose answer this one's client waits for: of a rebuild the one before it,
+        else itself."""
+        own = self._of.get(sequence.key)
+        return sequence if own is None else own.rebuilds or sequence
 
-    def end(self, sequence: Sequence) -> None:
-        """It is over: it holds nothing any more."""
-        keeping = sequence.keeping
-        if keeping is None:
+    def on_finish(
+        self, sequence: Sequence, reason: FinishReason, now: float, then: OnFinished
+    ) -> None:
+        """Stores and exports what a sequence with a named state leaves; its slot is still its own.
+
+        `then` is called once, now or later, with how `answered` has ended, or why that failed.
+        """
+        own = self._of[sequence.key]
+        answered = own.rebuilds or sequence
+        if own.rebuilds is not None and reason == "length":
+            reason = own.reason
+        self._finished.finish(sequence, own, answered, reason, now, then)
+
+    def cancel_pending(self, sequence: Sequence) -> list[Node]:
+        """A sequence reads no more. Returns what others need not wait for any longer."""
+        return self.cache.cancel(sequence.key)
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence is over: releases all that it has pinned and reserved."""
+        own = self._of.pop(sequence.key, None)
+        if own is None:
             return
-        self._leave_source(keeping)
-        if keeping.spare is not None:
-            self.tiers.release(keeping.spare)
-            keeping.spare = None
-        if keeping.id:
-            self.states.end(sequence.request.owner, keeping.id)
-            keeping.id = ""
+        self._release_source(own)
+        if own.target is not None:
+            self.tiers.release(own.target)
+        if own.id:
+            self.states.cancel(sequence.request.owner, own.id)
 
-    def load(self, slots: int, state_bytes: int) -> dict[str, Any]:
-        """Of Stats: the load, where sequences use so many slots, of so many bytes each."""
+    def _commit_base(self, own: SequenceState, target: CachedState, length: int) -> None:
+        own.base = length
+        self.tiers.commit(target)
+
+    def _release_source(self, own: SequenceState) -> None:
+        if own.source is not None and not own.source_released:
+            own.source_released = True
+            self.tiers.release(own.source.state)
+
+    # Who waits for files.
+
+    @property
+    def storing(self) -> bool:
+        """Somebody waits for a state's file to be written or removed."""
+        return bool(self.states.waiters)
+
+    def stop_waiting(self, keys: Iterable[Hashable], why: str) -> None:
+        """Tells those of these requests, (client, id) each, that have ended but for a file."""
+        if self.states.waiters:
+            self.states.stop_waiting(self.states.waiters.with_keys(keys), why)
+
+    def stop_overdue(self, now: float, why: str) -> None:
+        """Tells those that have waited long enough, by the scheduler's clock."""
+        if self.states.waiters:
+            self.states.stop_waiting(self.states.waiters.overdue(now), why)
+
+    def stop_all(self, why: str) -> None:
+        """Tells all that wait."""
+        self.states.stop_waiting(self.states.waiters.all(), why)
+
+    @property
+    def pending(self) -> bool:
+        """A worker thread has something to do, or has done what no step has taken in yet."""
+        return self.transfer.pending
+
+    def wait(self, seconds: float) -> None:
+        """Waits until a worker thread has done something, for so long at most."""
+        self.transfer.wait(seconds)
+
+    def write_all(self) -> None:
+        """Begins to write the cached states that the device alone has, at the end; steps are needed
+        until nothing is `exporting`."""
+        self.disk.write_all()
+
+    def close(self) -> None:
+        """Returns when what is to be written is; the last call."""
+        self.transfer.close()
+
+    # Figures.
+
+    def load_stats(self, slots: int, state_bytes: int) -> dict[str, Any]:
+        """Fields of Stats: the load now, where sequences use so many slots of so many bytes."""
         return {
             "state_bytes": (slots + self.tiers.device_used) * state_bytes,
-            "host_state_bytes": self.tiers.host_used * self.row_bytes,
-            "disk_state_bytes": self.states.files * self.shape.bytes + self.disk.bytes,
+            "host_state_bytes": self.tiers.host_used * self.config.host_row_bytes,
+            "disk_state_bytes": self.states.files * self.config.layout.bytes + self.disk.bytes,
             "states": len(self.states),
         }
 
-    def happened(self) -> dict[str, Any]:
-        """Of Stats: what happened since the last call."""
-        told = {
+    @property
+    def has_store_errors(self) -> bool:
+        """`take_counts` will tell of states that could not be stored."""
+        return self.states.store_errors > 0 or self.disk.write_errors > 0
+
+    def take_counts(self) -> dict[str, Any]:
+        """Fields of Stats: what happened since the last call."""
+        counts = {
             "prefix_hits": self._hits,
             "prefix_misses": dict(self._misses),
             "evictions": dict(self.tiers.evictions),
-            "store_errors": self.states.store_errors,
+            "store_errors": self.states.store_errors + self.disk.write_errors,
         }
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
-        self.states.store_errors = 0
-        return told
-
-    def fail(self, plan: StepPlan) -> None:
-        """What a failed plan copied to is lost, but for what a file has."""
-        places = self.tiers.tainted({move.target for move in (*plan.before, *plan.after)})
-        lost = self.tiers.lost(places)
-        self.states.drop({kept for kept in lost if not kept.written})
-        for kept in lost:
-            if kept.node is not None and kept.written:
-                self.tiers.rest(kept)
-            else:
-                self.cache.forget(kept)
-                self.tiers.vacate(kept)
-        for one in plan.exports:
-            self.traffic.arrived(one.ticket, None)
-
-    def _based(self, keeping: SequenceState, spare: CachedState, length: int) -> None:
-        keeping.base = length
-        self.tiers.stand(spare)
-
-    def _leave_source(self, keeping: SequenceState) -> None:
-        if keeping.source is not None and not keeping.left:
-            keeping.left = True
-            self.tiers.release(keeping.source.kept)
+        self.states.store_errors = self.disk.write_errors = 0
+        return counts

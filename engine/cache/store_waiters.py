@@ -1,4 +1,4 @@
-"""Storing: named states on their way to their files, and who waits for that, or for a file to go.
+"""StoreWaiters: who waits for a named state's file to be written, or to be removed.
 
 Who waits is told once: how it went, or before that, that it is not known. The disk goes on with it
 all the same.
@@ -14,33 +14,37 @@ from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.protocol.state_calls import StateInfo
 
-Told = StateInfo | EngineError | None  # None: of a state that is no more
-Then = Callable[[Told], None]
+StoreResult = StateInfo | EngineError | None  # None: of a state that is no more
+OnStored = Callable[[StoreResult], None]
 
 
 @dataclass(eq=False)
 class Waiter:
     """`then` is called once; until then it can be found by `key`, where it has one."""
 
-    then: Then | None
+    then: OnStored | None
     key: Hashable = None
     due: float | None = None  # when it has waited long enough, by the clock of `overdue`
 
-    def tell(self, told: Told) -> None:
+    def tell(self, result: StoreResult) -> None:
         """Only what is told first is."""
         then, self.then = self.then, None
         if then is not None:
-            then(told)
+            then(result)
 
 
 @dataclass(eq=False, kw_only=True)
-class Storing(Waiter):
-    """Who waits for a state that is written. With `must` its name has it only once the file is
-    there; else then, or when that has failed, or is not waited for any longer."""
+class PendingStore(Waiter):
+    """A state on its way to its file, and who waits for it.
+
+    With `must_last` its name has it only once the file is there; else then, or when that has
+    failed, or is not waited for any longer.
+    """
 
     named: NamedState
-    must: bool
+    must_last: bool
     placed: bool = False  # its name has it
+    digest: bytes = b""  # of the state, once its file's content is made
 
 
 class StoreWaiters:
@@ -55,14 +59,15 @@ class StoreWaiters:
         return bool(self._all)
 
     def add(self, waiter: Waiter) -> None:
+        """It waits until `tell`."""
         self._all[waiter] = None
         if waiter.key is not None:
             self._by_key[waiter.key] = waiter
         if waiter.due is not None:
             self._deadlines.put(waiter, waiter.due)
 
-    def tell(self, waiter: Waiter, told: Told) -> None:
-        """It waits no longer."""
+    def tell(self, waiter: Waiter, result: StoreResult) -> None:
+        """Tells a waiter, which waits no longer. Ignores one that does not wait."""
         if waiter not in self._all:
             return
         del self._all[waiter]
@@ -70,9 +75,9 @@ class StoreWaiters:
             del self._by_key[waiter.key]
         if waiter.due is not None:
             self._deadlines.discard(waiter, waiter.due)
-        waiter.tell(told)
+        waiter.tell(result)
 
-    def of(self, keys: Iterable[Hashable]) -> list[Waiter]:
+    def with_keys(self, keys: Iterable[Hashable]) -> list[Waiter]:
         """Those with these keys."""
         return [self._by_key[key] for key in keys if key in self._by_key]
 
@@ -81,4 +86,5 @@ class StoreWaiters:
         return self._deadlines.overdue(now)
 
     def all(self) -> list[Waiter]:
+        """Those that wait."""
         return list(self._all)

@@ -1,14 +1,22 @@
-"""StateTransfer: states on their way out of rows, as bytes, and from outside into them.
+"""StateTransfer: states' bytes out of rows, and into rows from files or clients.
 
-A state's bytes come with the results of the round whose plan exports it; those of a state that lies
-in no row any more are read from its file, and put in a row by the next plan. What is made of a
-state's bytes, or checked, is done aside: large ones take a while.
+A state's bytes come with the results of the step whose plan exports it. Those of a state in no row
+are read from its file, and put in a row by the next plan. Serializing and checking a state takes a
+while where it is large, so a worker thread does both.
+
+| what | asked for by | runs | told |
+| --- | --- | --- | --- |
+| export | `export` | in the plan that `fill_plan` fills | `on_exported`, which calls `then` |
+| load from a file | `load`, `load_from` | a worker thread | the next `collect` |
+| anything else | `run_aside` | a worker thread | `collect` or `wait`, which call `done` |
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from engine.cache.storage import snapshot
 from engine.cache.storage.file_store import Parse, StateFileStore
@@ -16,186 +24,217 @@ from engine.cache.storage.snapshot import StateLayout
 from engine.cache.storage.worker_threads import Done, Result, Work, WorkerThreads
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
-from engine.step_plan import Load, StepPlan, Store
+from engine.step_plan import StepPlan, Store
 
 log = logging.getLogger(__name__)
 
 MOST_LOADS = 3  # of one state for one request: others may have taken its row meanwhile
-MORE_BYTES = 8192  # that a file on the shelf may have beside a snapshot's: its name
+MORE_BYTES = 8192  # that a named state's file may have beside a snapshot's: its name
 LANE = "snapshots"  # of `WorkerThreads`
 
-Fetched = Callable[[bytes | None], None]
+Exported = Callable[[bytes | None], None]  # told a state's bytes; None: it is lost
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingExport:
+    state: CachedState  # pinned
+    then: Exported
+    with_logits: bool
+
+
+@dataclass(eq=False, slots=True)
+class _PendingLoad:
+    """A state on its way from a file to a row, tried file by file."""
+
+    state: CachedState
+    file_store: StateFileStore
+    most: int  # bytes of a file
+    parse: Parse
+    on_lost: Callable[[str], None]  # told of files that are gone or damaged
+    files: list[str]  # still to be tried, the last one first
 
 
 class StateTransfer:
-    """`shelf` has the files, if there are any."""
+    """One per engine; called by the engine's thread alone."""
 
     def __init__(
-        self, tiers: TieredStateStore, shape: StateLayout, shelf: StateFileStore | None
+        self, tiers: TieredStateStore, layout: StateLayout, file_store: StateFileStore | None
     ) -> None:
         self._tiers = tiers
-        self._shape = shape
-        self._shelf = shelf
-        self._aside = WorkerThreads() if shelf is None else shelf.aside
-        self._tickets: dict[int, tuple[CachedState, Fetched, bool]] = {}
+        self._layout = layout
+        self._file_store = file_store
+        self._threads = WorkerThreads() if file_store is None else file_store.threads
+        self._exports: dict[int, _PendingExport] = {}  # by ticket
         self._next_ticket = 0
-        self._asked: list[int] = []  # tickets that no plan has yet
+        self._unplanned: list[int] = []  # tickets that no plan has yet
         self._loading: set[CachedState] = set()
-        self._loaded: list[CachedState] = []
+        self._loaded: list[CachedState] = []  # or could not be; not told yet
 
     @property
-    def fetching(self) -> bool:
+    def exporting(self) -> bool:
         """Somebody waits for a state to be exported."""
-        return bool(self._tickets)
+        return bool(self._exports)
 
     @property
     def pending(self) -> bool:
-        """The disk, or what is done aside, is awaited, or done and nobody has taken note of it."""
-        return self._aside.pending > 0
+        """A worker thread has something to do, or has done what `collect` has not told yet."""
+        return self._threads.pending > 0
 
     @property
     def busy(self) -> bool:
-        """Somebody waits for a state to be exported or for the disk, or is to be told. So would
-        other engines that use the folder, for what is written."""
-        return bool(self._tickets or self._loaded or self.pending)
+        """Steps are needed: for an export, for what a worker thread does, or to tell of that."""
+        return bool(self._exports or self._loaded or self.pending)
 
     def wait(self, seconds: float) -> None:
-        """For the disk, and for what is done aside."""
-        self._aside.wait(seconds)
+        """Waits until a worker thread has done something, for so long at most."""
+        self._threads.wait(seconds)
 
-    def do(self, work: Work, done: Done) -> None:
-        """Does what takes a while aside; `done` as of `WorkerThreads`."""
-        self._aside.ask(LANE, work, done)
+    def run_aside(self, work: Work, done: Done) -> None:
+        """Has a worker thread do something that touches no state here; `done` as of
+        `WorkerThreads.submit`."""
+        self._threads.submit(LANE, work, done)
 
     def close(self) -> None:
-        """Returns when what is to be written is."""
-        if self._shelf is not None:
-            self._shelf.close()
+        """Returns when what is to be written is; there will be no more."""
+        if self._file_store is not None:
+            self._file_store.close()
 
     def flush(self) -> None:
-        """As `close`, and there will be more."""
-        if self._shelf is not None:
-            self._shelf.flush()
+        """Returns when what is to be written is."""
+        if self._file_store is not None:
+            self._file_store.flush()
 
     def collect(self) -> list[CachedState]:
-        """What has been read from files, or could not be, since this was last called."""
-        if self._aside.pending:
-            self._aside.collect()
+        """Calls what worker threads are done for. Returns the states that have been read from
+        files, or could not be (they have no row then), since this was last called."""
+        if self._threads.pending:
+            self._threads.collect()
         loaded, self._loaded = self._loaded, []
         return loaded
 
-    def fetch(self, kept: CachedState, then: Fetched, logits: bool = False) -> None:
-        """Calls `then` with the bytes of a state that lies in a row, and those of its logits if
-        they are wanted; with None if it is lost."""
-        self._next_ticket += 1
-        kept.wanted += 1
-        self._tickets[self._next_ticket] = self._tiers.hold(kept), then, logits
-        self._asked.append(self._next_ticket)
+    # Out of rows.
 
-    def bring_in(self, kept: CachedState, state: bytes) -> bool:
-        """Puts a state that comes from outside in a row; whether there is one."""
-        if not self._tiers.put(kept):
+    def export(self, state: CachedState, then: Exported, with_logits: bool = False) -> None:
+        """Exports a state that lies in a row, with the next plan.
+
+        Args:
+            then: called with its bytes (and those of its logits) when that plan has run, in
+                `on_exported`; with None if it is lost.
+        """
+        self._next_ticket += 1
+        self._tiers.begin_export(state)
+        pending = _PendingExport(self._tiers.pin(state), then, with_logits)
+        self._exports[self._next_ticket] = pending
+        self._unplanned.append(self._next_ticket)
+
+    def fill_plan(self, plan: StepPlan) -> None:
+        """Gives a plan, once it is made, the moves that it begins with and what it exports."""
+        plan.before, tickets = self._tiers.take_moves(), self._unplanned
+        self._unplanned = []
+        for ticket in tickets:
+            pending = self._exports[ticket]
+            self._tiers.end_export(pending.state)
+            if pending.state.has_row:
+                plan.exports.append(Store(ticket, pending.state.place, pending.with_logits))
+            else:
+                self.on_exported(ticket, None)
+
+    def on_exported(self, ticket: int, content: bytes | None) -> None:
+        """What a plan has exported is here; None: the plan failed."""
+        pending = self._exports.pop(ticket, None)
+        if pending is not None:
+            pending.then(content)
+            self._tiers.release(pending.state)
+
+    # Into rows.
+
+    def import_state(self, state: CachedState, content: bytes) -> bool:
+        """Puts a state that comes from outside in a row, with the next plan. Returns whether there
+        is one."""
+        if not self._tiers.allocate(state):
             return False
-        self._tiers.moves.append(Load(kept.place, state))
-        self._tiers.stand(kept)
+        self._tiers.load_into(state, content)
         return True
 
-    def load(self, kept: CachedState, tries: int, param: str) -> None:
-        """Brings a state that lies in no row back from a file; `collect` tells when that is done.
-        It loses files that are gone or damaged. Where others cannot be read just now, `trouble`
-        says why. Who asks has done so `tries` times before. Raises StateNotFound, StateQuota or
-        StepFailed where it is of no use to ask."""
-        if not kept.files or self._shelf is None:
+    def load(self, state: CachedState, tries: int, param: str) -> None:
+        """Brings a named state that lies in no row back from its file; `collect` tells when.
+
+        Files that are gone or damaged are the state's no more. Where a file cannot be read just
+        now, the state's `read_error` says why.
+
+        Args:
+            tries: how often who asks has done so before, for one request.
+            param: the request's parameter that errors name.
+
+        Raises: StateNotFound, StateQuota or StepFailed where it is of no use to ask.
+        """
+        if not state.files or self._file_store is None:
             raise StateNotFound(
                 "the state is lost: it has been replaced, or its file cannot be read", param=param
             )
-        if tries and kept.trouble:
-            raise StepFailed(f"the state's file cannot be read: {kept.trouble}")
+        if tries and state.read_error:
+            raise StepFailed(f"the state's file cannot be read: {state.read_error}")
         if tries >= MOST_LOADS:
             raise StateQuota("no memory is left to bring the state back to")
-        most, digest = self._shape.most_bytes + MORE_BYTES, kept.digest
-        self.load_from(self._shelf, kept, most, lambda content: self._parse(digest, content))
+        most = self._layout.most_bytes + MORE_BYTES
+        self.load_from(self._file_store, state, most, partial(self._parse, state.digest))
 
     def _parse(self, digest: bytes, content: bytes) -> bytes:
-        found = snapshot.read(content, self._shape)
+        found = snapshot.read(content, self._layout)
         if found.digest != digest:
             raise StateMalformed("the file has another state than it had: it has been replaced")
         return found.state
 
     def load_from(
         self,
-        shelf: StateFileStore,
-        kept: CachedState,
+        file_store: StateFileStore,
+        state: CachedState,
         most: int,
         parse: Parse,
-        lost: Callable[[str], None] = lambda name: None,
+        on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """As `load`, from files of up to `most` bytes, of which `parse`, called aside, gives the
-        state or raises EngineError; `lost` is told of those that are gone or damaged."""
-        if kept in self._loading:
+        """As `load`, from files of any format.
+
+        Args:
+            most: bytes that a file may have.
+            parse: gives the state of a file's content or raises EngineError; called by a worker
+                thread.
+            on_lost: told of files that are gone or damaged.
+        """
+        if state in self._loading:
             return
-        self._loading.add(kept)
-        kept.trouble = ""
-        files = sorted(kept.files, key=lambda file: file in kept.written)
+        self._loading.add(state)
+        self._tiers.note_read_error(state, "")
+        files = sorted(state.files, key=lambda file: file in state.written)
+        self._read_next(_PendingLoad(state, file_store, most, parse, on_lost, files))
 
-        def bad(name: str) -> None:
-            self._tiers.note_lost(kept, name)
-            lost(name)
-
-        self._read(shelf, kept, most, parse, bad, files)
-
-    def _read(
-        self,
-        shelf: StateFileStore,
-        kept: CachedState,
-        most: int,
-        parse: Parse,
-        lost: Callable[[str], None],
-        files: list[str],
-    ) -> None:
-        """From the last of the files that can be read."""
-        name = files.pop() if files else ""
-
-        def read(state: Result) -> None:
-            if isinstance(state, bytes):
-                if kept.references and not kept.has_row:
-                    self.bring_in(kept, state)
-                self._end_load(kept)
+    def _read_next(self, load: _PendingLoad) -> None:
+        """From the last of the files that the state still has."""
+        while load.files:
+            name = load.files.pop()
+            if name in load.state.files:
+                load.file_store.read(
+                    name, load.most, load.parse, partial(self._on_read, load, name)
+                )
                 return
-            if isinstance(state, FileNotFoundError | EngineError):
-                log.error("a file of a state is lost: %s: %s", name, state)
-                lost(name)
-            else:
-                kept.trouble = state.strerror or str(state)
-                log.error("a file of a state cannot be read: %s", state)
-            rest = [file for file in files if file in kept.files]
-            self._read(shelf, kept, most, parse, lost, rest)
+        self._end_load(load)
 
-        if name:
-            shelf.read(name, most, parse, read)
+    def _on_read(self, load: _PendingLoad, name: str, content: Result) -> None:
+        state = load.state
+        if isinstance(content, bytes):
+            if state.references and not state.has_row:
+                self.import_state(state, content)
+            self._end_load(load)
+            return
+        if isinstance(content, FileNotFoundError | EngineError):
+            log.error("a file of a state is lost: %s: %s", name, content)
+            self._tiers.remove_file(state, name)
+            load.on_lost(name)
         else:
-            self._end_load(kept)
+            self._tiers.note_read_error(state, content.strerror or str(content))
+            log.error("a file of a state cannot be read: %s", content)
+        self._read_next(load)
 
-    def _end_load(self, kept: CachedState) -> None:
-        self._loading.discard(kept)
-        self._loaded.append(kept)
-
-    def take_moves(self, plan: StepPlan) -> None:
-        """What was to be copied before the plan's round, and what it is to export."""
-        plan.before, tickets = self._tiers.moves, self._asked
-        self._tiers.moves, self._asked = [], []
-        for ticket in tickets:
-            kept, _, logits = self._tickets[ticket]
-            kept.wanted -= 1
-            if kept.has_row:
-                plan.exports.append(Store(ticket, kept.place, logits))
-            else:
-                self.arrived(ticket, None)
-
-    def arrived(self, ticket: int, state: bytes | None) -> None:
-        """What was exported is here; None: it was lost."""
-        found = self._tickets.pop(ticket, None)
-        if found is not None:
-            kept, then, _ = found
-            then(state)
-            self._tiers.release(kept)
+    def _end_load(self, load: _PendingLoad) -> None:
+        self._loading.discard(load.state)
+        self._loaded.append(load.state)

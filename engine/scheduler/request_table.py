@@ -97,9 +97,8 @@ class RequestTable:
                 over.append((client, request_id))
             elif self._cache.may_end(sequence, reason, length):
                 self.finish(sequence, reason, now)
-        states = self._cache.states
-        if reason == "abort" and states.waiters:
-            states.give_up(states.waiters.of(over), "the request was ended")
+        if reason == "abort":
+            self._cache.stop_waiting(over, "the request was ended")
 
     def abort_all(self, now: float) -> None:
         """Ends every request as aborted."""
@@ -110,9 +109,7 @@ class RequestTable:
         """Ends the requests whose time is over, also those that wait for a state's file alone."""
         for sequence in self._deadlines.overdue(now):
             self.finish(sequence, "timeout", now)
-        states = self._cache.states
-        if states.waiters:
-            states.give_up(states.waiters.overdue(now), "the request's time is over")
+        self._cache.stop_overdue(now, "the request's time is over")
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
@@ -129,18 +126,14 @@ class RequestTable:
         """
         if read is None:
             self._decoding.catch_up(sequence)
-        keeping = sequence.keeping
-        if keeping is None:
-            self._cache.cache_answer(sequence, reason, read)
+        if not self._cache.has_named_state(sequence):
+            self._cache.store_answer(sequence, reason, read)
             self._output.finished(sequence.client, sequence.finished(reason, now))
             self._end(sequence)
             return
-        if self._cache.needs_rebuild(sequence, keeping, reason, read):
+        if self._cache.needs_rebuild(sequence, reason, read):
             self._rebuild(sequence, reason, now)
             return
-        told = keeping.rebuilds or sequence
-        if told is not sequence and reason == "length":
-            reason = keeping.reason
 
         def tell(finished: Finished | EngineError) -> None:
             if isinstance(finished, EngineError):
@@ -148,7 +141,7 @@ class RequestTable:
             else:
                 self._output.finished(sequence.client, finished)
 
-        self._cache.conclude(sequence, keeping, told, reason, now, tell)
+        self._cache.on_finish(sequence, reason, now, tell)
         self._end(sequence)
 
     def fail(self, sequence: Sequence, error: EngineError) -> None:
@@ -172,19 +165,20 @@ class RequestTable:
             if rebuild.over:
                 continue
             try:
-                self._cache.readmit(plan, rebuild)
+                self._cache.on_readmit(plan, rebuild)
             except EngineError as error:
                 self.fail(rebuild, error)
 
     def ending(self) -> list[Sequence]:
         """Sequences whose slots others may have in the plan after the round under way, because
         they end with that round whatever it brings."""
-        return [one for one in self._decoding.ending() if one.keeping is None and not one.over]
+        own = self._cache.has_named_state
+        return [one for one in self._decoding.ending() if not (one.over or own(one))]
 
     def hand_over(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that is `ending`, before it has ended. What the round under
         way brings it is delivered all the same."""
-        self._cache.hand_over(sequence)
+        self._cache.on_slot_reused(sequence)
         self._decoding.hand_over(sequence)
         self._slots.release(sequence.slot)
 
@@ -222,13 +216,10 @@ class RequestTable:
             del self._clients[sequence.client]
         if sequence.slot < 0:
             self._queue.remove(sequence)
-            self._cache.end(sequence)
+            self._cache.release(sequence)
             return
-        told = sequence
-        if sequence.keeping is not None and sequence.keeping.rebuilds is not None:
-            told = sequence.keeping.rebuilds
-        self._queue.refund(sequence, told.unspent)
-        self._cache.end(sequence)
+        self._queue.refund(sequence, self._cache.answered(sequence).unspent)
+        self._cache.release(sequence)
         self._stop(sequence)
         if not sequence.handed_over:
             self._slots.release(sequence.slot)
@@ -236,7 +227,7 @@ class RequestTable:
     def _stop(self, sequence: Sequence) -> None:
         """Takes a sequence with a slot out of all that runs."""
         self.prefilling.pop(sequence.key, None)
-        for awaited in self._cache.leave(sequence):
+        for awaited in self._cache.cancel_pending(sequence):
             self._queue.resume(awaited)
         self._decoding.remove(sequence)
         self._ended.append(sequence.key)

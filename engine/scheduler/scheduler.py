@@ -116,7 +116,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is something to run or to report."""
-        return bool(self._table or self._output or self._cache.traffic.busy)
+        return bool(self._table or self._output or self._cache.busy)
 
     # Requests.
 
@@ -138,7 +138,7 @@ class Scheduler:
         sequence = Sequence(key, client, request, eos, now)
         try:
             self._check(request, now)
-            self._cache.accept(sequence)
+            self._cache.on_add(sequence)
         except EngineError as error:
             self.reject(client, request.id, error)
             return
@@ -217,7 +217,7 @@ class Scheduler:
     ) -> StepPlan:
         """The plan of the first kind that has something to do."""
         if kinds:
-            self._cache.tiers.begin_plan()
+            self._cache.begin_plan()
         for kind in kinds:
             plan = self._schedule(kind, now, ending)
             if not plan.empty:
@@ -231,8 +231,8 @@ class Scheduler:
         self._schedule_admissions(plan, kind, now, ending)
         self._schedule_prefill(plan, kind, now)
         self._schedule_decode(plan, kind)
-        if not plan.empty or self._cache.traffic.fetching:
-            self._cache.traffic.take_moves(plan)
+        if not plan.empty or self._cache.exporting:
+            self._cache.fill_plan(plan)
         if not plan.empty:
             plan.release = self._table.take_ended()
             self._decoding.start(plan)
@@ -250,7 +250,7 @@ class Scheduler:
         """
         self._now = now
         for ticket, state in result.exports.items():
-            self._cache.traffic.arrived(ticket, state)
+            self._cache.on_exported(ticket, state)
         running = self._table.running
         batch, decoding = self._decoding.complete(plan), len(plan.decode)
         if batch is not None and result.drawn is not None:
@@ -283,7 +283,7 @@ class Scheduler:
 
         Plans that were started after it must fail too.
         """
-        self._cache.fail(plan)
+        self._cache.on_plan_failed(plan)
         for sequence in self._decoding.fail(plan):
             self._table.fail(sequence, error)
         for key in plan.participants():
@@ -308,7 +308,7 @@ class Scheduler:
             pace=self._queue.pace(self._now),
             slots_used=self._slots.used,
             slots_total=self._slots.count,
-            **self._cache.load(self._slots.used, self._config.state_bytes),
+            **self._cache.load_stats(self._slots.used, self._config.state_bytes),
         )
 
     def events(self, anybody: Collection[Hashable] = ()) -> dict[Hashable, StepEvents]:
@@ -318,12 +318,12 @@ class Scheduler:
         is nobody else to tell, `anybody` is told of them.
         """
         listeners: Collection[Hashable] = self._table.clients
-        if self._cache.states.store_errors and not self._output:
+        if self._cache.has_store_errors and not self._output:
             listeners = listeners or anybody
         step, self._step = self._step, Stats()
         if not (listeners or self._output):
             return {}
-        stats = msgspec.structs.replace(self.load(step), **self._cache.happened())
+        stats = msgspec.structs.replace(self.load(step), **self._cache.take_counts())
         return self._output.drain(stats, listeners)
 
     # Scheduling.
@@ -332,8 +332,8 @@ class Scheduler:
         """Resumes whose grammar is compiled and whose state is read by now; ends who is late."""
         for grammar in self._grammars.collect():
             self._queue.resume(grammar)
-        for kept in self._cache.collect():
-            self._queue.resume(kept)
+        for state in self._cache.collect():
+            self._queue.resume(state)
         self._table.expire(now)
 
     def _schedule_admissions(
@@ -357,7 +357,7 @@ class Scheduler:
                 # Before the lookup: it may cost the very state that would be found.
                 self._table.hand_over(ending.pop(0))
             try:
-                found = self._cache.find(sequence)
+                found = self._cache.lookup(sequence)
             except EngineError as error:
                 if not (isinstance(error, StateNotFound) and self._follow(sequence, now)):
                     self._table.fail(sequence, error)
@@ -370,7 +370,7 @@ class Scheduler:
             self._queue.dequeue(sequence, sequence.unspent - found.length)
             self._output.started(sequence.client, sequence.request.id)
             sequence.slot = self._slots.allocate()
-            self._cache.admit(plan, sequence, found)
+            self._cache.on_admit(plan, sequence, found)
             admitted, goes = admitted + 1, True
             if sequence.begins_drawn:
                 sequence.begin_drawn(now)
@@ -386,7 +386,7 @@ class Scheduler:
     def _follow(self, sequence: Sequence, now: float) -> bool:
         """Lets a sequence, whose state to go on from is gone, go on from what has its name now.
         Returns False where there is no such state."""
-        source = self._cache.successor(sequence)
+        source = self._cache.replacement(sequence)
         if source is None:
             return False
         self._queue.remove(sequence)  # where its length is counted
@@ -440,7 +440,7 @@ class Scheduler:
                 source=source,
             )
         )
-        self._cache.passes(plan, sequence, stop)
+        self._cache.on_prefill(plan, sequence, stop)
         sequence.position = stop
         if stop in sequence.marks:
             sequence.anchor = stop
@@ -458,7 +458,7 @@ class Scheduler:
 
     def _commit_chunk(self, sequence: Sequence, position: int, now: float) -> None:
         """The prompt has been read up to `position`."""
-        stored = self._cache.landed(sequence, position)
+        stored = self._cache.on_stored(sequence, position)
         if stored is not None:
             self._queue.resume(stored)
         if position == sequence.prompt_tokens:

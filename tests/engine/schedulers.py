@@ -20,5 +20,5 @@ def make_scheduler(
         "max_step_tokens": 512,
         "max_waiting": 100,
     }
-    cache = StateCacheManager(share_slots, slots, with_whole_chunks=with_whole_chunks)
+    cache = StateCacheManager.in_memory(share_slots, slots, with_whole_chunks)
     return Scheduler(SchedulerConfig(slots=slots, **(options | config)), cache)

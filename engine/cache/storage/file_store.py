@@ -38,7 +38,7 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # for what is still to be written at the end
-LANE = "shelf"  # of `WorkerThreads`
+LANE = "files"  # of `WorkerThreads`
 
 Parse = Callable[[bytes], bytes]
 
@@ -53,7 +53,7 @@ class Unsynced(OSError):
 
 
 class StateFileStore:
-    """`aside` hands out what the thread has done. All methods are called by one thread, and only
+    """`threads` hands out what the thread has done. All methods are called by one thread, and only
     those with a `done` leave the work to the other one."""
 
     def __init__(self, folder: Path, model: str, sync: bool = False) -> None:
@@ -70,12 +70,12 @@ class StateFileStore:
             self.lock = FolderLock(lock_of(folder, model))
         except OSError as error:
             raise _unusable(folder, error) from error
-        self.aside = WorkerThreads()
+        self.threads = WorkerThreads()
 
     @property
     def pending(self) -> int:
         """Things asked for and not yet collected."""
-        return self.aside.pending
+        return self.threads.pending
 
     @staticmethod
     def name(model: str, *parts: str) -> str:
@@ -120,11 +120,11 @@ class StateFileStore:
 
     def collect(self) -> None:
         """Calls what waits to be called."""
-        self.aside.collect()
+        self.threads.collect()
 
     def wait(self, seconds: float) -> None:
         """Waits until something is done, or the time is over; then collects."""
-        self.aside.wait(seconds)
+        self.threads.wait(seconds)
 
     def flush(self) -> None:
         """Returns when all that was asked for is done, or after CLOSE_SECONDS."""
@@ -139,9 +139,14 @@ class StateFileStore:
         if not self.pending:
             self.lock.close()
 
-    def names(self, model: str, folder: str = "") -> list[tuple[str, os.stat_result]]:
-        """A model's files, with their status; removes what nobody will finish. `folder`: one
-        within this, which is made if need be. Raises ConfigError."""
+    def list_files(self, model: str, folder: str = "") -> list[tuple[str, os.stat_result]]:
+        """Lists a model's files, with their status, and removes what nobody will finish.
+
+        Args:
+            folder: one within this, which is made if need be.
+
+        Raises: ConfigError.
+        """
         mine, within = _model_part(model), self._folder / folder
         found: list[tuple[str, os.stat_result]] = []
         left: list[Path] = []
@@ -165,11 +170,17 @@ class StateFileStore:
                     path.unlink()
         return found
 
-    def look(
+    def read_now(
         self, name: str, most: int, read: Callable[[BinaryIO], bytes] | None = None
     ) -> tuple[bytes, os.stat_result]:
-        """What `read` reads of a file of up to `most` bytes (by default all), at once, and its
-        status. Raises OSError."""
+        """Reads a file at once, on the calling thread.
+
+        Args:
+            most: bytes that the file may have.
+            read: reads of it what is wanted; by default all.
+
+        Returns: what was read, and the file's status. Raises OSError.
+        """
         return _read_with_status(self._folder / name, most, read)
 
     def _change(self, name: str, work: Work, done: Done) -> None:
@@ -184,7 +195,7 @@ class StateFileStore:
         self._ask(work, changed)
 
     def _ask(self, work: Work, done: Done) -> None:
-        self.aside.ask(LANE, work, done)
+        self.threads.submit(LANE, work, done)
 
     def _write(self, name: str, content: bytes, sync: bool) -> bytes:
         temporary = self._folder / (name + self._temporary)

@@ -52,7 +52,7 @@ class FolderLock:
             log.error("the locks of the state folder cannot be looked at: %s", error)
             return False  # to be so costs time, to think so wrongly could cost states
 
-    def take(self, name: str) -> bool:
+    def acquire(self, name: str) -> bool:
         """Whether this engine has the lock of a name now, or had it already."""
         if self._file < 0:
             return True
@@ -64,7 +64,7 @@ class FolderLock:
             log.error("a file of the state folder cannot be locked: %s", error)
         return True
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         if self._file >= 0:
             with suppress(OSError):
                 self._set(fcntl.F_UNLCK, _byte(name))

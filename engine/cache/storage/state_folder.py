@@ -1,4 +1,4 @@
-"""Layout: where in a state folder each of a server's engines has its files.
+"""Where in a state folder each of a server's engines has its files.
 
 A single engine has the folder itself, of several each has one within, `RANK-of-ENGINES`: so every
 engine is alone in its own, but for the one that takes its place in a reload. When a server starts
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 _OTHER = re.compile(r"(\d+)-of-(\d+)")
 
 
-def open_shelf(
+def open_file_store(
     folder: Path, model: str, variant: str, home: StatePlacement, sync: bool = False
 ) -> StateFileStore:
     """The engine's own part of a state folder, with all files that belong there: of the model's
     kept states, and of cached ones of this variant of it. `sync` as of a StateFileStore. Raises
     ConfigError where it cannot be used."""
     mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
-    shelf = StateFileStore(mine, model, sync)
+    file_store = StateFileStore(mine, model, sync)
     try:
         others = _others(folder, home)
     except OSError as error:
@@ -50,7 +50,7 @@ def open_shelf(
             moved += _move_all(cached, mine / PREFIX_FOLDER, variant, home)
     if moved:
         log.info("%s: took over %d files of another number of engines", mine, moved)
-    return shelf
+    return file_store
 
 
 def _others(folder: Path, home: StatePlacement) -> list[Path]:

@@ -1,7 +1,7 @@
 """WorkerThreads: work that takes a while, done by threads beside the one that steps the engine.
 
-There is a thread for each lane, which does one thing after the other, in the order in which it was
-asked; so what waits for a disk holds up nothing that only has to be computed.
+A lane has one thread, which does one thing after the other in the order of `submit`, so what waits
+for a disk holds up nothing that only has to be computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WorkerThreads:
         self._lanes: dict[str, queue.SimpleQueue[tuple[Work, Done]]] = {}
         self._done: queue.SimpleQueue[tuple[Done, Result]] = queue.SimpleQueue()
 
-    def ask(self, lane: str, work: Work, done: Done) -> None:
+    def submit(self, lane: str, work: Work, done: Done) -> None:
         """`done` is called with what `work` returns, or with the OSError or EngineError that it
         raises; what else it raises becomes an OSError."""
         asked = self._lanes.get(lane)

@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.cache.storage import file_store as shelf
-from engine.cache.storage import prefix_file
+from engine.cache.storage import file_store, prefix_file
 from engine.cache.storage.file_store import SUFFIX
 from engine.cache.storage.prefix_file import Head
 from engine.cache.storage.snapshot import StateLayout
@@ -52,9 +51,9 @@ def start(folder: Path, former: Talk | None = None, **options: Any) -> Talk:
 def settle(talk: Talk) -> None:
     """What is under way to the disk is there."""
     talk.finish()
-    traffic = talk.engine._keeper.traffic
-    traffic.close()
-    traffic.collect()
+    transfer = talk.engine._keeper.transfer
+    transfer.close()
+    transfer.collect()
 
 
 def files(folder: Path) -> list[Path]:
@@ -193,7 +192,7 @@ def test_what_cannot_be_read_just_now_stays(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shelf, "_read", busy)
+        patch.setattr(file_store, "_read", busy)
         assert text(later.run(prompt(0) + b"abc", 1)) == b"d"
         settle(later)
     assert len(files(tmp_path)) == 1 and later.engine._keeper.disk.bytes > 0
@@ -210,7 +209,7 @@ def test_bytes_are_bounded_and_owners_have_parts_of_them(tmp_path: Path) -> None
         assert disk.bytes <= 20_000
         found = sum(file.stat().st_size for file in files(tmp_path))
         assert found <= 20_000 + 500 * len(files(tmp_path))
-    assert talk.engine._keeper.load(0, 0)["disk_state_bytes"] == disk.bytes > 5000
+    assert talk.engine._keeper.load_stats(0, 0)["disk_state_bytes"] == disk.bytes > 5000
     assert cached(talk, prompt(0), owner="alice") == 300
     assert cached(talk, prompt(0), owner="bob") == 0
     settle(talk)
@@ -231,7 +230,7 @@ def test_what_tries_take_bounds_what_is_taken_over(tmp_path: Path) -> None:
     later = start(tmp_path, talk)
     cache = later.engine._keeper.cache
     assert cache._bytes.total > 8 * 1200
-    cache._most_bytes = 4000
+    cache._tree_bytes = 4000
     cached(later, prompt(9))
     settle(later)
     assert cache._bytes.total <= 4000
@@ -263,7 +262,7 @@ def test_a_failed_round_costs_no_file(tmp_path: Path) -> None:
     talk.finish()
     nodes = [
         node.value
-        for trie in talk.engine._keeper.cache._tries.values()
+        for trie in talk.engine._keeper.cache._trees.values()
         for node in nodes_of(trie)
         if node.value is not None
     ]

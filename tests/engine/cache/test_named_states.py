@@ -137,14 +137,14 @@ def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
     for _ in range(6):
         talk.step()
     keeper = talk.engine._keeper
-    find = keeper.find
+    find = keeper.lookup
 
     def losing(sequence: Sequence) -> Any:
         if sequence.needs_host:
             raise StepFailed("lost")
         return find(sequence)
 
-    monkeypatch.setattr(keeper, "find", losing)
+    monkeypatch.setattr(keeper, "lookup", losing)
     hosted = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(0,) * MOST_STOP_IDS)
     other = talk.submit(b"k", sampling=hosted)
     talk.engine.abort("c", [id], "stop", [2])
@@ -333,8 +333,8 @@ def test_snapshots_are_made_and_checked_aside(
     talk.run(b"abc", keep=KeepState(id="s", export=True))
     content = talk.ask("export", id="s").content
     assert talk.code("import", content=content, target="t") == "ok"
-    kept = talk.engine._keeper.states.find("", "s").standing.kept
-    talk.engine._keeper.tiers.vacate(kept)
+    kept = talk.engine._keeper.states.get("", "s").point.state
+    talk.engine._keeper.tiers.free_row(kept)
     assert text(talk.run(b"", 1, state="s")) == b"g"
     # Snapshot and file of the request, the export, import and its file, the file read.
     assert stepping == [False] * 6

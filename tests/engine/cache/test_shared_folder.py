@@ -31,10 +31,10 @@ def beside(former: Talk, folder: Path, **options: Any) -> Talk:
     return talk
 
 
-def shelf_of(talk: Talk) -> StateFileStore:
-    shelf = talk.engine._keeper.states._shelf
-    assert shelf is not None
-    return shelf
+def file_store_of(talk: Talk) -> StateFileStore:
+    file_store = talk.engine._keeper.states._file_store
+    assert file_store is not None
+    return file_store
 
 
 def listed(talk: Talk, **fields: Any) -> list[str]:
@@ -143,7 +143,7 @@ def test_a_state_that_has_moved_is_nowhere_else(
 def test_what_the_older_engine_is_writing_is_not_cleared_away(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path))
     turn(old, b"abc")
-    name = StateFileStore.name(MODEL, "", "u") + shelf_of(old)._temporary
+    name = StateFileStore.name(MODEL, "", "u") + file_store_of(old)._temporary
     (tmp_path / name).write_bytes(b"as far as it has come")
     new = beside(old, tmp_path)
     new.ask("list")
@@ -175,8 +175,8 @@ def test_who_is_left_takes_stock(tmp_path: Path) -> None:
     old.engine.close()
     new.engine._keeper.collect()
     states = new.engine._keeper.states
-    assert sorted(named.id for named in states._named.values()) == ["a", "b", "d"]
-    assert states.files == 3 and states._named["", "b"].standing.tokens == 3
+    assert sorted(named.id for named in states._index.all()) == ["a", "b", "d"]
+    assert states.files == 3 and states.get("", "b").point.tokens == 3
     assert text(new.run(b"", 1, state="b")) == b"e"
     new.engine.close()
     third = beside(new, tmp_path)
@@ -247,9 +247,9 @@ def test_cached_states_are_read_by_both_and_counted_by_one(tmp_path: Path) -> No
 def settle_beside(talk: Talk) -> None:
     """What is under way to the disk is there; the folder stays this engine's too."""
     talk.finish()
-    traffic = talk.engine._keeper.traffic
-    traffic.flush()
-    traffic.collect()
+    transfer = talk.engine._keeper.transfer
+    transfer.flush()
+    transfer.collect()
 
 
 HOLDER = """
@@ -257,7 +257,7 @@ import sys, time
 from pathlib import Path
 from engine.cache.storage.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
-assert lock.take("s")
+assert lock.acquire("s")
 print("held", flush=True)
 time.sleep(600)
 """
@@ -266,30 +266,30 @@ time.sleep(600)
 def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     mine = FolderLock(path)
-    assert mine.alone and mine.take("t")
+    assert mine.alone and mine.acquire("t")
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        assert not mine.alone and not mine.take("s") and mine.take("t")
+        assert not mine.alone and not mine.acquire("s") and mine.acquire("t")
     finally:
         os.kill(holder.pid, signal.SIGKILL)
         holder.communicate()
-    assert mine.alone and mine.take("s")
+    assert mine.alone and mine.acquire("s")
     mine.close()
 
 
 def test_locks_are_of_an_engine_and_not_of_a_process(tmp_path: Path) -> None:
     one, other = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
     assert not one.alone and not other.alone
-    assert one.take("a") and one.take("a") and other.take("b")
-    assert not other.take("a") and not one.take("b")
-    one.give_back("a")
-    assert other.take("a")
+    assert one.acquire("a") and one.acquire("a") and other.acquire("b")
+    assert not other.acquire("a") and not one.acquire("b")
+    one.release("a")
+    assert other.acquire("a")
     other.close()
-    assert one.alone and one.take("a") and one.take("b")
+    assert one.alone and one.acquire("a") and one.acquire("b")
     one.close()
-    one.give_back("a")
-    assert one.take("a"), "who has closed it does as it likes"
+    one.release("a")
+    assert one.acquire("a"), "who has closed it does as it likes"
 
 
 def test_a_link_is_no_lock(tmp_path: Path) -> None:
@@ -317,6 +317,6 @@ def test_a_system_without_such_locks_has_one_engine(
     monkeypatch.setattr("sys.platform", "darwin")
     lock = FolderLock(tmp_path / "lock")
     assert "only one engine may use this folder" in caplog.text
-    assert lock.alone and lock.take("name")
-    lock.give_back("name")
+    assert lock.alone and lock.acquire("name")
+    lock.release("name")
     lock.close()

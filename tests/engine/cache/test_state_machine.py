@@ -358,7 +358,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:
         for _ in range(times):
-            self.engine._keeper.tiers.make_room("")
+            self.engine._keeper.tiers.evict("")
 
     # What comes of it.
 
@@ -389,9 +389,11 @@ class StateMachine(RuleBasedStateMachine):
                 self._end(self.all[end.request], end)
         for _, reply in self.engine.replies():
             self.replies[reply.call] = reply
-        shelf = self.engine._keeper.traffic._shelf
-        if shelf is not None and self.next % 3:  # at times the disk lags behind, however quick
-            while shelf.aside._done.qsize() < shelf.pending:  # which the next step takes note of
+        file_store = self.engine._keeper.transfer._file_store
+        if file_store is not None and self.next % 3:  # at times the disk lags behind, however quick
+            while (
+                file_store.threads._done.qsize() < file_store.pending
+            ):  # which the next step takes note of
                 time.sleep(1e-4)
         self._poison()
 
@@ -485,7 +487,7 @@ class StateMachine(RuleBasedStateMachine):
         if self.device == "cuda":
             torch.cuda.synchronize()  # a row of main memory may be on its way
         scheduler, tiers = self.engine._scheduler, self.engine._keeper.tiers
-        needed = {move.source for move in tiers.moves if isinstance(move, Copy)}
+        needed = {move.source for move in tiers.planned_moves() if isinstance(move, Copy)}
         state = self.runner._pool.state
         assert state.conv is not None
         host = self.runner._copier._host
@@ -526,15 +528,15 @@ class StateMachine(RuleBasedStateMachine):
     def _check_nothing_leaks(self) -> None:
         keeper = self.engine._keeper
         assert self.engine._scheduler._slots.used == 0
-        assert not keeper.states.claims._held and not keeper.states.waiters
-        assert not keeper.states._making and not keeper.traffic.busy
+        assert not keeper.states.locks._reserved and not keeper.states.waiters
+        assert not keeper.states._new_of and not keeper.transfer.busy
         for _ in range(1000 if self.folder else 0):  # what is on its way to the disk
-            keeper.traffic.wait(0.001)
+            keeper.transfer.wait(0.001)
             keeper.collect()
-            if self.engine._keeper.traffic._shelf.pending == 0:  # type: ignore[union-attr]
+            if self.engine._keeper.transfer._file_store.pending == 0:  # type: ignore[union-attr]
                 break
-        held = {named.standing.kept for named in keeper.states._named.values()}
-        for trie in keeper.cache._tries.values():
+        held = {named.point.state for named in keeper.states._index.all()}
+        for trie in keeper.cache._trees.values():
             held |= {node.value for node in nodes_of(trie) if node.value is not None}
             assert all(node.reader < 0 for node in nodes_of(trie))
         keeper.tiers.begin_plan()
@@ -643,9 +645,9 @@ def test_long_lives_with_files(
     reads: Counter[bool] = Counter()
     load_from = StateTransfer.load_from
 
-    def counted(self: StateTransfer, shelf: Any, kept: Any, *rest: Any) -> None:
+    def counted(self: StateTransfer, file_store: Any, kept: Any, *rest: Any) -> None:
         reads[kept.node is not None] += 1
-        load_from(self, shelf, kept, *rest)
+        load_from(self, file_store, kept, *rest)
 
     monkeypatch.setattr(StateTransfer, "load_from", counted)
     steps = STEPS if STEPS != 60 else 900

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.cache.storage import file_store as shelf
+from engine.cache.storage import file_store
 from engine.cache.storage.file_store import TEMPORARY
 from engine.protocol.events import Finished
 from engine.protocol.failed import Failed
@@ -60,7 +60,7 @@ def _write_fails(patch: pytest.MonkeyPatch, number: int) -> None:
 
         return Short()
 
-    patch.setattr(shelf, "open", fake, raising=False)
+    patch.setattr(file_store, "open", fake, raising=False)
 
 
 def _replace_fails(patch: pytest.MonkeyPatch, number: int) -> None:
@@ -164,7 +164,7 @@ def test_calls_that_keep_fail_and_change_nothing(tmp_path: Path) -> None:
         assert brief.failed is None and text(talk.run(b"", 1, state=brief.states[0].id)) == b"u"
         assert talk.code("delete", id=brief.states[0].id) == "ok"
     keeper = talk.engine._keeper
-    assert not keeper.states.claims._held and not keeper.states._making
+    assert not keeper.states.locks._reserved and not keeper.states._new_of
     assert listed(restarted(talk, tmp_path)) == ["s", "t"]
     assert talk.code("move", id="s", target="t") == "ok"
 
@@ -175,7 +175,7 @@ def test_rows_of_states_that_were_not_stored_come_free(tmp_path: Path) -> None:
         for number in range(20):
             end = talk.run(bytes([97 + number]), 0, keep=KeepState(id=f"s{number}", must_last=True))
             assert code(end) == "state_not_stored"
-    assert talk.engine._keeper.tiers._pinned.total == 0
+    assert talk.engine._keeper.tiers._requiring_rows.total == 0
     assert stored(talk.run(b"a", 0, keep=MUST)) is True
 
 
@@ -204,13 +204,13 @@ def test_who_could_not_delete_a_state_can_try_again(tmp_path: Path) -> None:
         assert listed(talk) == ["s"]
     assert talk.code("delete", id="s") == "ok"
     assert files(tmp_path) == [] and talk.engine._keeper.states.files == 0
-    assert not talk.engine._keeper.states.claims._held
-    assert talk.engine._keeper.tiers._pinned.total == 0
+    assert not talk.engine._keeper.states.locks._reserved
+    assert talk.engine._keeper.tiers._requiring_rows.total == 0
     assert stored(talk.run(b"k", keep=MUST)) is True
 
 
 def test_what_a_folder_may_hold_is_a_bound_that_is_told(tmp_path: Path) -> None:
-    most = Talk().engine._keeper.shape.most_bytes
+    most = Talk().engine._keeper.config.layout.most_bytes
     talk = Talk(state_folder=str(tmp_path), disk_state_bytes=most)
     assert stored(talk.run(b"abc", keep=MUST)) is True
     assert stored(talk.run(b"abc", keep=MUST)) is True, "it takes its own place"
@@ -266,13 +266,13 @@ class Hanging:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.let_go = threading.Event()
-        write = shelf._write_new
+        write = file_store._write_new
 
         def waiting(path: Path, content: bytes, sync: bool = False) -> None:
             assert self.let_go.wait(30)
             write(path, content, sync)
 
-        patch.setattr(shelf, "_write_new", waiting)
+        patch.setattr(file_store, "_write_new", waiting)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.cache.storage import file_store as shelf
-from engine.cache.storage import snapshot
+from engine.cache.storage import file_store, snapshot
 from engine.cache.storage.file_store import SUFFIX, TEMPORARY, StateFileStore
 from engine.protocol.failed import Failed
 from engine.protocol.requests import KeepState
@@ -74,9 +73,9 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     talk = Talk(state_folder=str(folder))
     name = StateFileStore.name(MODEL, "", "s")
-    shelf = talk.engine._keeper.states._shelf
-    assert shelf is not None
-    (folder / (name + shelf._temporary)).symlink_to(outside)
+    file_store = talk.engine._keeper.states._file_store
+    assert file_store is not None
+    (folder / (name + file_store._temporary)).symlink_to(outside)
     (folder / name).symlink_to(outside)
     talk.run(b"abc", keep=KeepState(id="s"))
     talk.engine.close()
@@ -103,7 +102,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_absurd_entries_are_not_taken_over(tmp_path: Path, field: str, value: str) -> None:
     talk = written(tmp_path)
     (path,) = files(tmp_path)
-    shape = talk.engine._keeper.shape
+    shape = talk.engine._keeper.config.layout
     found = snapshot.read(path.read_bytes(), shape)
     found.extra[field] = value
     path.write_bytes(snapshot.write(found, shape))
@@ -146,12 +145,12 @@ def test_not_every_use_is_told_to_the_disk(tmp_path: Path) -> None:
     now = time.time()
     os.utime(path, (now - 90, now - 90))
     talk = after(talk, tmp_path)
-    shelf = talk.engine._keeper.states._shelf
-    assert shelf is not None
-    assert talk.code("get", id="s") == "ok" and shelf.pending == 0
+    file_store = talk.engine._keeper.states._file_store
+    assert file_store is not None
+    assert talk.code("get", id="s") == "ok" and file_store.pending == 0
     talk.engine._keeper.states._clock = lambda: now + 20
-    assert talk.code("get", id="s") == "ok" and shelf.pending == 1
-    assert talk.code("get", id="s") == "ok" and shelf.pending == 1
+    assert talk.code("get", id="s") == "ok" and file_store.pending == 1
+    assert talk.code("get", id="s") == "ok" and file_store.pending == 1
     talk.engine.close()
     assert path.stat().st_mtime == pytest.approx(now + 20)
 
@@ -191,9 +190,9 @@ def test_models_share_a_folder(tmp_path: Path) -> None:
 
 def out_of_rows(talk: Talk, id: str = "s") -> Any:
     """The kept state of a name, which lies in its files alone from now on."""
-    kept = talk.engine._keeper.states.find("", id).standing.kept
+    kept = talk.engine._keeper.states.get("", id).point.state
     assert kept.written
-    talk.engine._keeper.tiers.vacate(kept)
+    talk.engine._keeper.tiers.free_row(kept)
     assert not kept.has_row
     return kept
 
@@ -203,17 +202,17 @@ def test_a_file_that_cannot_be_read_just_now_is_read_later(
 ) -> None:
     talk = written(tmp_path)
     kept = out_of_rows(talk)
-    read = shelf._read
+    read = file_store._read
 
     def busy(path: Path, most: int) -> bytes:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(shelf, "_read", busy)
+    monkeypatch.setattr(file_store, "_read", busy)
     failed = talk.run(b"", 1, state="s")
     assert isinstance(failed, Failed) and failed.code == "step_failed"
     assert "Too many open files" in failed.message
     assert talk.code("export", id="s") == "step_failed"
-    monkeypatch.setattr(shelf, "_read", read)
+    monkeypatch.setattr(file_store, "_read", read)
     assert kept.files and text(talk.run(b"", 1, state="s")) == b"g"
 
 
@@ -244,7 +243,7 @@ def test_another_names_file_is_as_good(tmp_path: Path, damage: str) -> None:
 def test_a_file_on_its_way_counts_as_none(tmp_path: Path) -> None:
     """While the only whole file goes, the state needs its row."""
     talk = written(tmp_path)
-    kept = talk.engine._keeper.states.find("", "s").standing.kept
+    kept = talk.engine._keeper.states.get("", "s").point.state
     talk.engine.ask("c", StateCall(call=1, action="fork", id="s", target="t"))
     assert kept.written == {StateFileStore.name(MODEL, "", "s")}
     talk.engine.ask("c", StateCall(call=2, action="delete", id="s"))
@@ -263,7 +262,7 @@ def test_a_disk_that_is_full_counts_what_lies_there(
     def full(path: Path, content: bytes, sync: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shelf, "_write_new", full)
+    monkeypatch.setattr(file_store, "_write_new", full)
     for id in ("s", "t"):
         talk.run(b"xyz", 0, keep=KeepState(id=id))
         talk.finish()
@@ -299,7 +298,7 @@ def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
     for at in (tail - 100, tail):  # of the state; of its tail, the last token
         flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)
         assert [one.id for one in after(talk, tmp_path).ask("list").states] == ["s"]
-        kept = talk.engine._keeper.states.find("", "t").standing.kept
+        kept = talk.engine._keeper.states.get("", "t").point.state
         kept.files = kept.written = {StateFileStore.name(MODEL, "", "t")}
         assert code(talk.run(b"", 1, state="t")) == "state_not_found"
         flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)

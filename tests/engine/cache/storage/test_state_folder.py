@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.cache.storage.file_store import StateFileStore
-from engine.cache.storage.state_folder import PREFIX_FOLDER, open_shelf
+from engine.cache.storage.state_folder import PREFIX_FOLDER, open_file_store
 from engine.errors import ConfigError
 from engine.protocol.placement import StatePlacement, engine_of_state
 
@@ -18,27 +18,28 @@ IDS = [f"id-{number}" for number in range(40)]
 
 def opened(folder: Path, engines: int) -> list[StateFileStore]:
     return [
-        open_shelf(folder, MODEL, VARIANT, StatePlacement(rank, engines)) for rank in range(engines)
+        open_file_store(folder, MODEL, VARIANT, StatePlacement(rank, engines))
+        for rank in range(engines)
     ]
 
 
-def write(shelf: StateFileStore, name: str, content: bytes) -> None:
-    shelf.write(name, lambda: content, lambda _: None)
+def write(file_store: StateFileStore, name: str, content: bytes) -> None:
+    file_store.write(name, lambda: content, lambda _: None)
 
 
-def names(shelf: StateFileStore) -> set[str]:
-    return {name for name, _ in shelf.names(MODEL)}
+def names(file_store: StateFileStore) -> set[str]:
+    return {name for name, _ in file_store.list_files(MODEL)}
 
 
 def fill(folder: Path) -> None:
     """As one engine leaves it."""
-    (shelf,) = opened(folder, 1)
+    (file_store,) = opened(folder, 1)
     for id in IDS:
-        write(shelf, StateFileStore.name(MODEL, "alice", id), id.encode())
-    write(shelf, StateFileStore.name(OTHER, "alice", "its own"), b"other")
-    shelf.names(VARIANT, PREFIX_FOLDER)  # makes the folder
-    write(shelf, f"{PREFIX_FOLDER}/{StateFileStore.name(VARIANT, 'a text')}", b"cached")
-    shelf.close()
+        write(file_store, StateFileStore.name(MODEL, "alice", id), id.encode())
+    write(file_store, StateFileStore.name(OTHER, "alice", "its own"), b"other")
+    file_store.list_files(VARIANT, PREFIX_FOLDER)  # makes the folder
+    write(file_store, f"{PREFIX_FOLDER}/{StateFileStore.name(VARIANT, 'a text')}", b"cached")
+    file_store.close()
 
 
 def test_files_follow_the_number_of_engines(tmp_path: Path) -> None:
@@ -46,13 +47,16 @@ def test_files_follow_the_number_of_engines(tmp_path: Path) -> None:
     for engines in (3, 2, 1, 4):
         shelves = opened(tmp_path, engines)
         cached = 0
-        for rank, shelf in enumerate(shelves):
+        for rank, file_store in enumerate(shelves):
             mine = [id for id in IDS if engine_of_state("alice", id, engines) == rank]
-            assert names(shelf) == {StateFileStore.name(MODEL, "alice", id) for id in mine}
+            assert names(file_store) == {StateFileStore.name(MODEL, "alice", id) for id in mine}
             for id in mine:
-                assert shelf.look(StateFileStore.name(MODEL, "alice", id), 100)[0] == id.encode()
-            cached += len(shelf.names(VARIANT, PREFIX_FOLDER))
-            shelf.close()
+                assert (
+                    file_store.read_now(StateFileStore.name(MODEL, "alice", id), 100)[0]
+                    == id.encode()
+                )
+            cached += len(file_store.list_files(VARIANT, PREFIX_FOLDER))
+            file_store.close()
         assert cached == 1
     # Another model's is there for when it is served.
     assert (tmp_path / StateFileStore.name(OTHER, "alice", "its own")).read_bytes() == b"other"
@@ -63,8 +67,8 @@ def test_what_is_no_file_of_the_model_stays(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "9-of-9").symlink_to(tmp_path)  # is not followed
     (tmp_path / "1-of-2 of them").mkdir()
-    for shelf in opened(tmp_path, 2):
-        shelf.close()
+    for file_store in opened(tmp_path, 2):
+        file_store.close()
     left = {path.name for path in tmp_path.iterdir() if not path.name.endswith("lock")}
     named = {
         StateFileStore.name(OTHER, "alice", "its own"),
@@ -82,7 +86,7 @@ def test_what_another_server_uses_is_left_alone(
     (user,) = opened(tmp_path, 1)
     shelves = opened(tmp_path, 2)
     assert "another server is using it" in caplog.text
-    assert [names(shelf) for shelf in shelves] == [set(), set()]
+    assert [names(file_store) for file_store in shelves] == [set(), set()]
     assert len(names(user)) == len(IDS)
     # Meanwhile two states go on here, and one there.
     for id in IDS[:2]:
@@ -92,18 +96,18 @@ def test_what_another_server_uses_is_left_alone(
             b"here",
         )
     write(user, StateFileStore.name(MODEL, "alice", IDS[2]), b"there")
-    for shelf in (*shelves, user):
-        shelf.close()
+    for file_store in (*shelves, user):
+        file_store.close()
     os.utime(tmp_path / StateFileStore.name(MODEL, "alice", IDS[1]), (2e9, 2e9))  # used there since
     again = opened(tmp_path, 2)  # as by a reload
-    assert sum(len(names(shelf)) for shelf in again) == len(IDS)
+    assert sum(len(names(file_store)) for file_store in again) == len(IDS)
     for id, content in zip(IDS, (b"here", IDS[1].encode(), b"there"), strict=False):
         name = StateFileStore.name(MODEL, "alice", id)
-        assert again[engine_of_state("alice", id, 2)].look(name, 100)[0] == content
+        assert again[engine_of_state("alice", id, 2)].read_now(name, 100)[0] == content
         assert not (tmp_path / name).exists()
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state_folder"):
-        open_shelf(tmp_path / "file", MODEL, VARIANT, StatePlacement(0, 2))
+        open_file_store(tmp_path / "file", MODEL, VARIANT, StatePlacement(0, 2))
