@@ -1,13 +1,14 @@
-"""DecodeBatch: sequences that decode together, round after round, while the device keeps them.
+"""DecodeBatch: sequences that decode together, round after round, in rows that the device keeps.
 
-The device draws for them without the host, so a round may take several steps, and one may follow
-the other before the results of the first are here. Every sequence has a row of its own for as long
-as it is here: rows that have ended go to others. What the device draws is known later, so there are
-two moments: that of the plans, in which sequences join and leave, and that of the results.
+The device samples for them without the host, so a round may take several steps, and may be started
+before the results of the round before it are known. Every sequence has a row of its own while it
+decodes; a row that has ended goes to another sequence. The results of a round come later than the
+plans after it, so the batch has two views of its rows: as of the latest plan (`schedule`), and as
+of the latest result (`commit`).
 
-Steps are counted from the batch's first one. What a round brings is put down in the TokenRing at
-once, for all rows, and what belongs to one sequence is read when it ends, or leaves for another
-reason: so a round costs the host next to nothing per row.
+Steps are counted from the batch's first one. The tokens of a round are appended to the TokenRing at
+once, for all rows. A sequence is told of its own when it ends, or leaves the batch, or falls too
+far behind (`catch_up`): so a round costs the host next to nothing per row.
 """
 
 from __future__ import annotations
@@ -28,21 +29,18 @@ from engine.scheduler.output import StepOutput
 from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, Drawn, StepPlan
 
-RING_STEPS = 1024  # that are kept: who is behind by more has lost tokens
-# No power of two: else all rows' lines would want the same place of the cache.
+RING_STEPS = 1024  # that are kept; a sequence that is behind by more would lose tokens
+# No power of two, or all rows would fall into the same sets of the processor's cache.
 RING_WIDTH = RING_STEPS + 16
-TURN_STEPS = RING_STEPS // 4  # who is behind by so many reads within as many more
+CATCH_UP_STEPS = RING_STEPS // 4  # a sequence this far behind catches up within as many more
 
 
 class TokenRing:
-    """The latest tokens of a batch's rows, until somebody wants them.
-
-    Steps are counted from the batch's first one.
-    """
+    """The latest RING_STEPS tokens of each of a batch's rows."""
 
     def __init__(self) -> None:
         self._tokens = np.empty((0, RING_WIDTH), np.int32)
-        self.steps = 0  # that have been put down
+        self.steps = 0  # that have been appended
 
     def append(self, tokens: bytes, steps: int) -> None:
         """Keeps what all rows drew in the next `steps` steps: int32 [rows, steps]."""
@@ -73,56 +71,67 @@ _Listener = tuple[Hashable, int]  # a client, and how many best tokens it is tol
 
 
 class DecodeBatch:
-    """All of its sequences are plain."""
+    """The rows of one batch on the device; all of its sequences are `plain`.
+
+    Per round: `join` and `leave`, then `schedule`; and when its result is here, `begin_commit` and
+    `commit`. Results come in the order of the plans.
+    """
 
     def __init__(self) -> None:
         self.started = False  # it is on the device
         self.spoiled = False  # the device has ended a row whose sequence goes on
-        self.rows = 0  # of all that were ever needed at once
+        self.rows = 0  # that were ever needed at once
         self._free: list[int] = []  # rows, as a heap
         self._ended: list[int] = []  # rows that the device has to end before the next round
-        self._scheduled: dict[int, Sequence] = {}  # by row, in the moment of the plans
-        self.streamed = 0  # of them, of which each token is told
-        self.known = 0  # of them, whose answers end with max_tokens
-        self._sampled = 0  # of them, who draw others than the best token
-        self._adjusted = 0  # of them, whose requests change logits
-        self._tops: dict[int, int] = {}  # how many of them, by Sequence.top
-        self._asked = 0  # tokens that they asked for
-        self._last: Sequence | None = None  # whose answer may last the longest, if it is alive
-        self._ending: dict[int, dict[int, Sequence]] = {}  # the alive by their last step, by row
+
+        # As of the latest plan.
+        self._scheduled: dict[int, Sequence] = {}  # by row
+        self.streamed = 0  # scheduled sequences that are streamed
+        self.known = 0  # scheduled sequences that no stop id can end
+        self._sampled = 0  # scheduled sequences that are not greedy
+        self._adjusted = 0  # scheduled sequences with logits processors
+        self._tops: dict[int, int] = {}  # scheduled sequences by Sequence.top
+        self._asked = 0  # max_tokens of all scheduled sequences
+        self._last: Sequence | None = None  # may last the longest, unless it has ended
+        self._ending: dict[int, dict[int, Sequence]] = {}  # scheduled, by last step and row
         self._planned = 0  # steps
-        self._before_latest = 0  # those planned before the latest round
-        # In the moment of the results:
+        self._before_latest = 0  # steps planned before the latest round
+
+        # As of the latest result.
         self._active: dict[int, Sequence] = {}  # by row
-        self._coming: deque[Sequence] = deque()  # joined by plans whose results are not here
-        self._over: set[int] = set()  # rows of members that the device has ended
+        self._coming: deque[Sequence] = deque()  # joined in rounds whose results are not here
+        self._over: set[int] = set()  # active rows that the device has ended
         self._streams: dict[_Listener, dict[int, int]] = {}  # requests by row
         self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}  # the same: rows, requests
-        self._gathering: dict[int, Sequence] = {}  # members that gather reports, by row
-        self._arrived: list[Sequence] = []  # members since the result that was noted last
+        self._gathering: dict[int, Sequence] = {}  # active, of `gathers`, by row
+        self._arrived: list[Sequence] = []  # became active with the latest result
         self._ring = TokenRing()
-        self._turn = 0  # the row that is brought up to date next
+        self._next_row = 0  # that may catch up
         self._now = 0.0  # of the latest result
 
     def __len__(self) -> int:
-        """Sequences that have not ended, nor handed their slots over, as far as known."""
+        """How many sequences are scheduled: as far as known they have not ended, nor handed their
+        slots over."""
         return len(self._scheduled)
 
     @property
     def mean_answer(self) -> float:
-        """Tokens that they asked for, each."""
+        """Mean max_tokens of the scheduled sequences."""
         return self._asked / len(self._scheduled) if self._scheduled else 0.0
 
     @property
     def active(self) -> int:
-        """Sequences that take part in the round whose result was noted last, and have not ended."""
+        """How many sequences took part in the round of the latest result and have not ended."""
         return len(self._active)
 
     # Plans.
 
     def join(self, plan: StepPlan, sequence: Sequence, drawn: bool) -> None:
-        """It decodes from this plan on; with `drawn` its first token is the one that a chunk of the
-        plan draws, else its last token is known."""
+        """Gives a sequence a row, in which it decodes from this plan on.
+
+        With `drawn`, a chunk of the same plan samples its first token; else its last token is
+        known.
+        """
         if self._free:
             row = heapq.heappop(self._free)
         else:
@@ -146,7 +155,8 @@ class DecodeBatch:
             self._last = sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended. Its row, if the device has not ended that, does before the next round."""
+        """Takes out a sequence that has ended. If the device has not ended its row, the next round
+        does so first."""
         row, over = sequence.row, False
         if self._active.get(row) is sequence:
             del self._active[row]
@@ -156,13 +166,13 @@ class DecodeBatch:
         else:
             self._coming.remove(sequence)
         if not sequence.handed_over:
-            self._part(sequence)
+            self._free_row(sequence)
             if not over:
                 self._ended.append(row)
         sequence.row = -1
 
-    def _part(self, sequence: Sequence) -> None:
-        """Its row is free for another one."""
+    def _free_row(self, sequence: Sequence) -> None:
+        """Its row is free for another sequence from the next plan on."""
         row, step = sequence.row, sequence.last_step
         del self._scheduled[row]
         del self._ending[step][row]
@@ -177,17 +187,17 @@ class DecodeBatch:
         heapq.heappush(self._free, row)
 
     def ending(self) -> list[Sequence]:
-        """Whose answers end with what is planned, if not before."""
+        """The sequences whose answers end with the latest planned round at the latest."""
         steps = range(self._before_latest + 1, self._planned + 1)
         return [one for step in steps for one in self._ending.get(step, {}).values()]
 
     def hand_over(self, sequence: Sequence) -> None:
-        """The row and the slot of one that is due are for others from the next plan on."""
+        """Frees the row and the slot of a sequence that is `ending`, before it has ended."""
         sequence.handed_over = True
-        self._part(sequence)
+        self._free_row(sequence)
 
     def last_steps(self, steps: int) -> dict[int, int]:
-        """How many answers end with each of the `steps` steps that follow, at the latest."""
+        """By step, from 1 to `steps` of those to come, how many answers end there at the latest."""
         coming = range(1, steps + 1)
         ending, planned = self._ending, self._planned
         return {step: len(ending[planned + step]) for step in coming if planned + step in ending}
@@ -203,14 +213,14 @@ class DecodeBatch:
             del self._streams[listener]
 
     def left(self) -> int:
-        """How many steps there is still somebody for at most, beyond what is planned."""
+        """How many steps beyond the planned ones the longest answer may take."""
         if self._last is None or self._last.over or self._last.row < 0:
-            alive = self._scheduled.values()
-            self._last = max(alive, key=lambda one: one.last_step, default=None)
+            scheduled = self._scheduled.values()
+            self._last = max(scheduled, key=lambda one: one.last_step, default=None)
         return 0 if self._last is None else self._last.last_step - self._planned
 
     def schedule(self, plan: StepPlan, steps: int) -> None:
-        """The plan is this batch's next round."""
+        """Makes the plan this batch's next round, of so many decode steps."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
         plan.top = max([top for top, count in self._tops.items() if count], default=-1)
@@ -223,7 +233,10 @@ class DecodeBatch:
     # Results.
 
     def begin_commit(self, drawn: Drawn) -> None:
-        """The next round's result is here: which rows the device does not write to any more."""
+        """Takes note of which rows take part in the next result, and which of them have ended.
+
+        Sequences may `leave` between this and `commit`; they are passed over there.
+        """
         step, self._arrived = self._ring.steps, []
         while self._coming and self._coming[0].since <= step:
             sequence = self._coming.popleft()
@@ -245,12 +258,18 @@ class DecodeBatch:
         end: Callable[[Sequence, array[int], PackedLogprobs | None, float], int],
         now: float,
     ) -> int:
-        """Delivers what the round of which `note` was told brought, `steps` steps; returns how many
-        tokens that was.
+        """Delivers the tokens of the round that `begin_commit` was told of.
 
-        `end` takes the tokens of a sequence which the device has ended, the stop id included, with
-        their reports if it asked for any, and returns how many it delivered. If the sequence does
-        not end by them, the batch is spoiled.
+        Args:
+            drawn: the round's tokens.
+            steps: decode steps of the round.
+            output: where tokens of streamed requests go.
+            end: takes the last tokens of a sequence that the device has ended, the stop id
+                included, and their log-probabilities if asked for; returns how many tokens it
+                delivered. If the sequence does not end by them, the batch is spoiled.
+            now: seconds.
+
+        Returns how many tokens were delivered.
         """
         delivered, width = 0, steps * ID_BYTES
         for row in sorted(self._over):
@@ -287,24 +306,25 @@ class DecodeBatch:
         return delivered
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Lets it know what has been drawn for it."""
+        """Tells an active sequence of the tokens of all results so far."""
         if sequence.since < self._ring.steps:
             sequence.extend(self._ring.read(sequence.row, sequence.since), self._now)
             sequence.since = self._ring.steps
 
     def _catch_some_up(self, steps: int) -> None:
-        """So many rows in turn that all have had theirs before their tokens are written over. Who
-        is not far behind, as in a short answer, can wait for another turn."""
-        late = self._ring.steps - TURN_STEPS
-        for _ in range(-(-self.rows * steps // TURN_STEPS)):
-            self._turn = self._turn + 1 if self._turn + 1 < self.rows else 0
-            sequence = self._active.get(self._turn)
+        """Lets the next few rows catch up: so many that all have before their tokens are
+        overwritten. A sequence that is not far behind, as in a short answer, is left for the next
+        time."""
+        late = self._ring.steps - CATCH_UP_STEPS
+        for _ in range(-(-self.rows * steps // CATCH_UP_STEPS)):
+            self._next_row = self._next_row + 1 if self._next_row + 1 < self.rows else 0
+            sequence = self._active.get(self._next_row)
             if sequence is not None and sequence.since <= late:
                 self.catch_up(sequence)
 
     def dissolve(self) -> None:
-        """It is over, and no round of it is under way: its sequences are as they were before they
-        joined, but further on."""
+        """Ends the batch, of which no round may be under way. Its sequences have no rows then, and
+        know all their tokens."""
         for sequence in self._scheduled.values():
             self.catch_up(sequence)
             sequence.row = -1

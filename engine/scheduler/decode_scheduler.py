@@ -1,14 +1,14 @@
-"""DecodeScheduler: the sequences that decode, how many steps a round takes, what may follow it
-unseen.
+"""DecodeScheduler: which sequences decode in a round, in how many steps, and what may follow.
 
-Sequences whose requests are plain are kept in a DecodeBatch on the device. All that the device is
-asked for is done in order, so what a round under way still writes to the slot of a sequence that
-has ended is written before the next plan begins, and the slot is free at once.
+Sequences whose requests are `plain`, so that the device can sample for them by itself, are kept in
+a DecodeBatch. The device does all work in order: what a round under way still writes to the slot of
+a sequence that has ended is written before the next plan begins, and the slot is free at once.
 
-In the draws of the others the host has a part. Where the device works beside the host, these
-decode apart, in turns with the batch: while the device goes on with that, the host sees to theirs,
-so that neither waits for it. Where it does not, all of them decode together as long as there are
-such, since a step of some takes about as long as one of all.
+For the other sequences the host samples ("hosted": a grammar, many log-probabilities). Where the
+device works while the host does (`overlaps`), hosted sequences decode apart, in turns with the
+batch: while the device runs the batch, the host samples for the others, and neither waits. Where it
+does not, all sequences decode together as long as there are hosted ones, since a step of some takes
+about as long as a step of all.
 """
 
 from __future__ import annotations
@@ -23,57 +23,62 @@ from engine.step_plan import DecodeRow, StepPlan, StepResult
 from engine.structured_output.masks import MaskBudget
 
 ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-# Likewise, of a large batch of which no token is told before the end, and of one beside sequences
-# that the host takes longer for. A row whose answer has ended is idle for the rest of its round,
-# and if a stop id ended it for one more, so rounds are a small part of an answer's time. But within
-# one the host takes leave of all who ended together and begins others, and the device waits for it
-# where that takes longer. Where many end together, so does the round.
+# The same, for a large batch without streams, and for one beside hosted sequences that the host
+# takes longer for. A row whose answer has ended is idle for the rest of its round, and for one more
+# if a stop id ended it, so a round is a small part of an answer's time. But within one round the
+# host has to finish all sequences that ended together and begin others, or the device waits for it.
+# Where many answers end at the same step, the round ends there too.
 QUIET_ROUND_SECONDS = 0.004
 LONG_ROUND_SECONDS = 0.008  # at most
 PART_OF_ANSWER = 0.02
 KNOWN_PART = 0.09  # of answers that no stop id can end
 MANY_TOGETHER = 1 / 32  # of the rows
-# Reading new prompts costs those that decode the time in which the weights are read once more. So
-# they are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller batches
-# a round in which prompts are read has one step, so that their first tokens are not held back.
+# Reading prompts costs the rows that decode the time of reading the weights once more. So new
+# prompts are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller
+# batches a round that reads prompts has one step, so that their first tokens are not held back.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
 LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
 
 
 class BatchKind(Enum):
-    """Whose prompts are read in a plan, and who decodes."""
+    """Which sequences a plan reads the prompts of, and decodes."""
 
-    PLAIN = auto()
-    HOSTED = auto()  # those in whose draws the host has a part
+    PLAIN = auto()  # the device samples for them
+    HOSTED = auto()  # the host has a part in sampling for them
     ALL = auto()
 
     def has(self, sequence: Sequence) -> bool:
+        """Whether a plan of this kind may serve the sequence."""
         return self is BatchKind.ALL or sequence.needs_host == (self is BatchKind.HOSTED)
 
 
 class DecodeScheduler:
-    """`most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps`: plans follow
-    others whose results are not known."""
+    """The sequences that decode, and what a round does for them.
+
+    `most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps` says whether
+    plans are made before the results of the round before them are known.
+    """
 
     def __init__(self, most_steps: int, overlaps: bool) -> None:
         self._most_steps = most_steps
-        self._apart = overlaps and most_steps > 1
-        self.sequences: dict[int, Sequence] = {}  # by key
-        self._hosted: dict[int, Sequence] = {}  # of them, that are not plain
-        self._outside: dict[int, Sequence] = {}  # of the others, that are in no batch
+        self._apart = overlaps and most_steps > 1  # hosted sequences have plans of their own
+        self.sequences: dict[int, Sequence] = {}  # by key, all that decode
+        self._hosted: dict[int, Sequence] = {}  # those that are not plain
+        self._outside: dict[int, Sequence] = {}  # plain ones that are not in the batch
         self._batch: DecodeBatch | None = None
-        self._latest_apart = False  # the latest plan was
-        self._under_way: list[tuple[StepPlan, DecodeBatch | None]] = []
+        self._latest_apart = False  # whether the latest plan was
+        self._under_way: list[tuple[StepPlan, DecodeBatch | None]] = []  # at most two
         self._round_seconds = 0.0  # that the latest round decoded for
-        self._host_seconds = 0.0  # that the host took for the latest one apart
+        self._host_seconds = 0.0  # that the host took for the latest plan apart
         self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
-        self._timed_rows = 0  # of that batch
+        self._timed_rows = 0  # of the batch when that was timed
         self._aim = ROUND_SECONDS  # of the latest round
-        self._since_prompts = 0  # rounds without any
+        self._since_prompts = 0  # rounds since the latest one that read prompts
 
     def defers_prompts(self, kind: BatchKind) -> bool:
-        """Whether prompts should wait for the next round, for the sake of those that decode."""
+        """Whether new prompts should wait for a later round, so that more of them are read at
+        once and the rows that decode are held up less often."""
         if kind is BatchKind.HOSTED:
             return False
         decoding = len(self.sequences)
@@ -83,7 +88,8 @@ class DecodeScheduler:
         return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
     def kinds(self) -> tuple[BatchKind, ...]:
-        """Of the next plan, where none is under way: the first of which it has something to do."""
+        """The kinds that the next plan may have, the preferred one first; no round is under way.
+        The plan is of the first kind that has something to do."""
         if not self._apart:
             return (BatchKind.ALL,)
         return (
@@ -93,9 +99,13 @@ class DecodeScheduler:
         )
 
     def kinds_ahead(self, prompts: Collection[Sequence], coming: int) -> list[BatchKind]:
-        """Likewise, of a plan that follows the one under way unseen. There are these prompts to
-        read; about `coming` more sequences will decode soon, in slots of those that are `due`
-        too."""
+        """The kinds that a plan may have which follows the one round under way, whatever that
+        brings; none where nothing may follow.
+
+        Args:
+            prompts: sequences whose prompts are to be read.
+            coming: about how many sequences will decode soon, also in slots of those `ending`.
+        """
         if len(self._under_way) != 1 or not self._apart:
             return []
         if self._under_way[0][0].apart:
@@ -108,33 +118,33 @@ class DecodeScheduler:
         return turns if thin else [*turns, BatchKind.PLAIN]
 
     def decodes(self, kind: BatchKind) -> bool:
-        """Whether somebody takes steps in such a plan."""
+        """Whether a plan of this kind has decode steps to do."""
         if kind is BatchKind.HOSTED:
             return bool(self._hosted)
         return bool(self._outside) or (self._batch is not None and self._batch.left() > 0)
 
     def ending(self) -> list[Sequence]:
-        """Whose answers end with the round under way, whatever it brings."""
+        """The sequences whose answers end with the round under way, whatever it brings."""
         if self._batch is None or not self._is_under_way():
             return []
         return self._batch.ending()
 
     def _is_under_way(self) -> bool:
-        """Whether a round of the batch is."""
+        """Whether a round of the batch is under way."""
         return any(batch is not None for _, batch in self._under_way)
 
     def hand_over(self, sequence: Sequence) -> None:
-        """One that is due needs its slot no more in the plan that follows that round unseen."""
+        """Lets others have the row of a sequence that is `ending` in the plan being made."""
         assert self._batch is not None
         self._batch.hand_over(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """From the next plan on, it decodes; its last token is known."""
+        """Adds a sequence, whose last token is known; it decodes from the next plan on."""
         self.sequences[sequence.key] = sequence
         (self._outside if sequence.plain else self._hosted)[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """It has ended, or was never here."""
+        """Takes out a sequence that has ended; one that was never added is passed over."""
         if self.sequences.pop(sequence.key, None) is None:
             return
         if not sequence.plain:
@@ -147,16 +157,19 @@ class DecodeScheduler:
             self._batch.leave(sequence)
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Lets a sequence know of all tokens that have been drawn for it."""
+        """Tells a sequence of all its tokens in results so far, wherever it decodes."""
         if sequence.row >= 0 and self._batch is not None:
             self._batch.catch_up(sequence)
 
     def schedule(self, plan: StepPlan, kind: BatchKind, beginning: Collection[Sequence]) -> None:
-        """Adds decode steps to `plan`, which draws the first tokens of `beginning`, of which `turn`
-        has all. Those of these that have a `row` afterwards decode from this plan on; for the
-        others, `add` is called when their first tokens are here.
+        """Adds decode steps to a plan. With a round under way, `kinds_ahead` has allowed it.
 
-        Where another round is under way, `turns_ahead` has been asked.
+        Args:
+            plan: its prompt chunks stand already.
+            kind: which sequences it decodes.
+            beginning: sequences of this kind whose first tokens the plan samples. Those that have
+                a `row` afterwards decode from this plan on. The others are to be added (`add`)
+                when their first tokens are known.
         """
         if kind is BatchKind.HOSTED:
             plan.apart = True
@@ -214,11 +227,12 @@ class DecodeScheduler:
         return fitting
 
     def _is_timed(self, rows: int) -> bool:
-        """A much larger batch than the one that was timed takes one step to be timed."""
+        """Whether a step's time is known; a batch much larger than the timed one is timed anew, in
+        a round of one step."""
         return self._step_seconds > 0 and rows <= 2 * self._timed_rows
 
     def _is_thin(self, coming: int) -> bool:
-        """Whether there should be another batch than the present one."""
+        """Whether a new batch should replace the present one, so many of whose rows are idle."""
         batch = self._batch
         if batch is None:
             return False
@@ -226,21 +240,21 @@ class DecodeScheduler:
         return batch.spoiled or alive < LEAST_ALIVE * batch.rows
 
     def _dissolve(self) -> None:
-        """No round of the batch may be under way."""
+        """Ends the batch, of which no round may be under way."""
         if self._batch is not None:
             self._batch.dissolve()
             self._outside = {key: one for key, one in self.sequences.items() if one.plain}
             self._batch = None
 
     def start(self, plan: StepPlan) -> None:
-        """The plan is under way."""
+        """Notes that a plan is being carried out."""
         self._under_way.append((plan, self._batch if plan.plain else None))
         self._latest_apart = plan.apart
         if not plan.apart:
             self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """The plan could not be carried out: the sequences of the batch that took part in it."""
+        """Completes a plan that could not be carried out; returns the sequences of its batch."""
         if self._batch is not None and plan.plain:
             self._batch.spoiled = True
         if self.complete(plan) is None:
@@ -248,7 +262,7 @@ class DecodeScheduler:
         return [one for one in self.sequences.values() if one.row >= 0]
 
     def complete(self, plan: StepPlan) -> DecodeBatch | None:
-        """The plan is under way no more; the batch that it moved on."""
+        """Notes that a plan has ended; returns the batch that it advanced, if any."""
         for index, (other, batch) in enumerate(self._under_way):
             if other is plan:
                 del self._under_way[index]
@@ -258,15 +272,24 @@ class DecodeScheduler:
     def measure(
         self, plan: StepPlan, result: StepResult, decoding: int, left: int, tokens: int
     ) -> Stats:
-        """Learns how long a step takes, and counts. Tells what the round did, which decoded
-        `decoding` sequences, of which `left` are left, and brought `tokens` tokens."""
+        """Learns from a round how long a step takes.
+
+        Args:
+            plan: the round's plan.
+            result: what it brought.
+            decoding: sequences that decoded in it.
+            left: those of them in the batch that have not ended.
+            tokens: tokens that it delivered.
+
+        Returns what the statistics say of the round.
+        """
         if plan.apart:
             if plan.decode and self._hosted:
                 self._host_seconds = result.host_seconds
         elif plan.decodes:
             self._round_seconds = result.decode_seconds
-        # A round that reads prompts takes in those who join, too; one of which nobody is left may
-        # have ended early.
+        # A round that reads prompts also spends time on the rows that join. One that no row is
+        # left of may have ended early.
         if plan.plain and left and not (plan.prefill and self._is_timed(decoding)):
             self._step_seconds = result.decode_seconds / plan.steps
             self._timed_rows = decoding
