@@ -24,49 +24,25 @@ if TYPE_CHECKING:
 class Sequence:
     """What the scheduler knows of one request, from its arrival to its terminal event.
 
-    `key` is the engine's own number for it, in order of arrival. The prompt stays packed; only
-    the chunk that is read next is ever unpacked.
+    Its fields are in one object, not in a record for each group: that would cost the host a sixth
+    more for every token that it samples (engine/NOTES.md).
     """
 
-    __slots__ = (
-        "anchor",
-        "arrived_at",
-        "cached_tokens",
-        "client",
-        "deadline",
-        "drawn",
-        "first_token_at",
-        "handed_over",
-        "is_read",
-        "key",
-        "last_step",
-        "last_token",
-        "last_token_at",
-        "lead",
-        "loads",
-        "marks",
-        "mask_cost",
-        "max_tokens",
-        "min_tokens",
-        "over",
-        "owner",
-        "plain",
-        "position",
-        "priority",
-        "prompt_tokens",
-        "reports",
-        "request",
-        "row",
-        "samples",
-        "since",
-        "slot",
-        "started_at",
-        "stop_ids",
-        "tail_drawn",
-        "text",
-        "tokens",
-        "top",
-    )
+    __slots__ = (  # noqa: RUF023 - by group
+        # Identity.
+        "key", "client", "request", "owner", "priority",
+        # Limits: what ends it, and how it is sampled.
+        "max_tokens", "min_tokens", "stop_ids", "plain", "samples", "top", "mask_cost", "deadline",
+        # The text that it reads.
+        "text", "prompt_tokens", "lead", "tail_drawn", "loads", "marks",
+        # Progress.
+        "slot", "handed_over", "over", "position", "is_read", "anchor", "cached_tokens", "drawn",
+        "last_token", "tokens", "reports",
+        # Its place in a DecodeBatch.
+        "row", "since", "last_step",
+        # Timing.
+        "arrived_at", "started_at", "first_token_at", "last_token_at",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -76,51 +52,61 @@ class Sequence:
         eos_token_ids: tuple[int, ...],
         now: float,
     ) -> None:
+        """
+        Args:
+            key: the engine's own number for it, in order of arrival.
+            client: who is told of it.
+            request: its prompt stays packed; only the chunk that is read next is ever unpacked.
+            eos_token_ids: each of them ends a text of the model.
+            now: when it arrived; this and all other times are seconds of the scheduler's clock.
+        """
         sampling = request.sampling
         self.key = key
         self.client = client
         self.request = request
         self.owner = request.owner
         self.priority = request.priority
-        self.text = request.prompt  # what it reads, packed
-        self.prompt_tokens = request.prompt_tokens  # of `text`
-        self.lead = 0  # how many of them are the last ones of the state that it goes on from
-        self.loads = 0  # how often a cached state was read from a file for it
-        self.samples = sampling.max_tokens > 0  # a token is drawn after the prompt
-        self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
-        self.tail_drawn = False  # `lead` is one token, which was generated
-        self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
+
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
         self.stop_ids = stop_ids(sampling, eos_token_ids)
-        self.plain = is_plain(sampling, eos_token_ids)
-        self.top = top_of(sampling)
+        self.plain = is_plain(sampling, eos_token_ids)  # the device can sample for it by itself
+        self.samples = sampling.max_tokens > 0  # a token is sampled after the prompt
+        self.top = top_of(sampling)  # best tokens reported with each token; -1: nothing is
+        self.mask_cost: MaskCost | None = None  # of its grammar, once that is compiled
         self.deadline = None if request.timeout is None else now + request.timeout
 
-        self.over = False  # its terminal event is on its way
-        self.slot = -1  # negative while it waits
+        self.text = request.prompt  # what it reads, packed
+        self.prompt_tokens = request.prompt_tokens  # of `text`
+        self.lead = 0  # how many of them are the last tokens of the state that it goes on from
+        self.tail_drawn = False  # `lead` is one token, which was generated
+        self.loads = 0  # how often a cached state was read from a file for it
+        self.marks: list[int] = []  # lengths of `text` at which a chunk has to end, rising
+
+        self.slot = -1  # row of the state pool; negative while it waits
         self.handed_over = False  # others may have its slot: what it still draws is under way
-        self.position = 0  # prompt tokens that have been read, or are by the rounds under way
-        self.is_read = False  # its text has been
+        self.over = False  # its terminal event is on its way
+        self.position = 0  # tokens of `text` that are read, by the rounds under way at the latest
+        self.is_read = False  # all of its text is, by a committed round
         self.anchor = 0  # the position that the multiples of SCAN_CHUNK are counted from
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # of its own prompt, that a cached state had read
         self.drawn = 0  # tokens delivered so far
         self.last_token = -1  # the latest of them, not yet read
         self.tokens = array("i")  # all of them
-        self.reports = bytearray()  # of all of them, where they are not told of one by one
+        self.reports = bytearray()  # their log-probabilities, if told of at the end (`gathers`)
 
-        self.row = -1  # of the batch that it decodes in
+        self.row = -1  # of the batch that it decodes in; -1: of none
         self.since = 0  # the batch's step whose token it does not know yet
         self.last_step = 0  # the batch's step after which it has max_tokens
 
         self.arrived_at = now
-        self.started_at: float | None = None  # of its first step
+        self.started_at: float | None = None  # its first step was planned
         self.first_token_at: float | None = None
         self.last_token_at = now
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host has a part in its draws."""
+        """Whether the host has a part in sampling for it."""
         return self.samples and not self.plain
 
     @property
@@ -156,19 +142,19 @@ class Sequence:
         return self.samples and not self.request.score and self.request.keep is None
 
     @property
-    def begins_drawn(self) -> bool:
-        """It has nothing to read but a token that was generated: it goes on with the steps that
-        brought that."""
+    def skips_prefill(self) -> bool:
+        """Whether it has nothing to read but one token, which was generated. A decode step reads
+        that, as it would have done where the text was generated: with the same bits."""
         return self.samples and self.tail_drawn and not self.request.prompt
 
-    def begin_drawn(self, now: float) -> None:
-        """It decodes at once (`begins_drawn`)."""
+    def skip_prefill(self, now: float) -> None:
+        """Counts its text as read, but for the token that its first decode step reads."""
         self.started_at, self.position, self.is_read = now, self.prompt_tokens, True
         (self.last_token,) = unpack_ids(self.text)
 
     def go_on_from(self, tail: bytes, drawn: bool) -> None:
-        """Puts tokens that are to be read in front of its prompt; `drawn`: one, which was
-        generated."""
+        """Puts the tokens `tail`, packed, in front of its prompt: the last ones of the text that it
+        goes on from, which the state has not read. `drawn`: that is one, which was generated."""
         self.tail_drawn = drawn
         self.text, self.lead = tail + self.request.prompt, len(tail) // ID_BYTES
         self.prompt_tokens = self.lead + self.request.prompt_tokens
@@ -201,7 +187,7 @@ class Sequence:
         return self.prompt_tokens
 
     def verdict(self, token: int) -> FinishReason | None:
-        """How `token`, if it is drawn next, ends the sequence; None when it goes on.
+        """How `token`, if it is sampled next, ends the sequence; None when it goes on.
 
         "stop" leaves the token out of the answer, "length" includes it.
         """
@@ -210,27 +196,27 @@ class Sequence:
         return "length" if self.drawn + 1 >= self.max_tokens else None
 
     def append(self, token: int, report: PackedLogprobs | None, now: float) -> None:
-        """Takes a drawn token into the answer."""
+        """Appends a sampled token, and its log-probabilities if asked for, to the answer."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
         self.drawn += 1
         self.last_token = token
         self.tokens.append(token)
-        self.note(report)
+        self.add_reports(report)
 
     @property
     def gathers(self) -> bool:
-        """Log-probabilities are told of when it has ended."""
+        """Whether log-probabilities are reported when it has ended, not with each token."""
         return self.top >= 0 and not self.request.stream
 
-    def note(self, reports: PackedLogprobs | None) -> None:
-        """Takes log-probabilities of drawn tokens into the answer, where they are told of then."""
+    def add_reports(self, reports: PackedLogprobs | None) -> None:
+        """Adds log-probabilities of sampled tokens to the answer, where it `gathers` them."""
         if reports is not None and self.gathers:
             self.reports += reports.packed
 
     def extend(self, packed: bytes, now: float) -> None:
-        """Takes drawn tokens into the answer, at least one, none of which ends it."""
+        """Appends sampled tokens, packed, to the answer: at least one, none of which ends it."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
@@ -239,7 +225,10 @@ class Sequence:
         self.last_token = self.tokens[-1]
 
     def take_last(self, ids: array[int], now: float) -> tuple[int, FinishReason | None]:
-        """Takes drawn tokens up to the one that ends the sequence: (how many, the verdict)."""
+        """Appends sampled tokens up to the one that ends the sequence.
+
+        Returns how many were appended, and the verdict, which is None if none of them ends it.
+        """
         if self.stop_ids.isdisjoint(ids):
             taken = min(len(ids), self.max_tokens - self.drawn)
             if taken > 0:
@@ -261,7 +250,8 @@ class Sequence:
         state: StateInfo | None = None,
         snapshot: bytes = b"",
     ) -> Finished:
-        """The terminal event; `state` and `snapshot` say what is kept of it."""
+        """The terminal event. `state` is the named state that it has left, `snapshot` that state
+        as a file, where either was asked for."""
         started = now if self.started_at is None else self.started_at
         prefill = decode = None
         if self.first_token_at is not None:

@@ -291,7 +291,7 @@ class DecodeBatch:
             if not sequence.over and sequence.first_token_at is None:
                 sequence.first_token_at = now
         for row, sequence in self._gathering.items():
-            sequence.note(drawn.reports_of(row, steps, sequence.top))
+            sequence.add_reports(drawn.reports_of(row, steps, sequence.top))
         for listener, streams in self._streams.items():
             if listener not in self._listed:
                 self._listed[listener] = list(streams), list(streams.values())

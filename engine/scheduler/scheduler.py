@@ -372,8 +372,8 @@ class Scheduler:
             sequence.slot = self._slots.allocate()
             self._cache.on_admit(plan, sequence, found)
             admitted, goes = admitted + 1, True
-            if sequence.begins_drawn:
-                sequence.begin_drawn(now)
+            if sequence.skips_prefill:
+                sequence.skip_prefill(now)
                 self._decoding.add(sequence)
                 continue
             self._table.prefilling[sequence.key] = sequence
@@ -493,7 +493,7 @@ class Scheduler:
         if request.stream and taken:
             run = Run([request.id], taken, pack_ids(ids[:taken]), reports)
             self._output.run(sequence.client, run)
-        sequence.note(reports)
+        sequence.add_reports(reports)
         if verdict is not None:
             read = sequence.drawn - (verdict == "length")
             self._table.finish(sequence, verdict, now, read)

@@ -130,9 +130,9 @@ def test_every_life_keeps_the_promises(
             saved.add(sequence.key)
 
     saved: set[int] = set()
-    hand_over, save_answer = DecodeBatch.hand_over, PrefixCache.save_answer
+    hand_over, save_answer = DecodeBatch.hand_over, PrefixCache.copy_answer
     monkeypatch.setattr(DecodeBatch, "hand_over", handing_over)
-    monkeypatch.setattr(PrefixCache, "save_answer", saving)
+    monkeypatch.setattr(PrefixCache, "copy_answer", saving)
     monkeypatch.setattr(StrictRunner, "_carry_out", counting)
     ends: Counter[str] = Counter()
     for seed in range(150):
