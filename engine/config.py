@@ -45,6 +45,18 @@ def _is_number(value: object) -> bool:
     return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)  # type: ignore[arg-type]
 
 
+def _check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
+    """Each row: a field, the least and the most that it may be, and whether None is allowed too."""
+    for name, least, most, optional in table:
+        value = getattr(config, name)
+        _check(
+            (optional and value is None) or (_is_int(value) and least <= value <= most),
+            name,
+            value,
+            f"an integer from {least} to {most}",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of one language model (see engine/models/minrnn/lm.py for what each field builds).
@@ -79,19 +91,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check(self.cell in get_args(CellName), "cell", self.cell, '"mingru" or "minlstm"')
-        for name, least, most in (
-            ("vocab_size", 1, 2**24),
-            ("d_model", 1, 2**17),
-            ("n_layers", 1, 4096),
-            ("conv_kernel", 0, 256),
-        ):
-            value = getattr(self, name)
-            _check(
-                _is_int(value) and least <= value <= most,
-                name,
-                value,
-                f"an integer from {least} to {most}",
-            )
+        _check_integers(
+            self,
+            ("vocab_size", 1, 2**24, False),
+            ("d_model", 1, 2**17, False),
+            ("n_layers", 1, 4096, False),
+            ("conv_kernel", 0, 256, False),
+        )
         _check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")
         for name, least_number in (("expansion", 1e-3), ("mlp_ratio", 0.0)):
             value = getattr(self, name)
@@ -305,33 +311,19 @@ class EngineConfig:
             '"none", "int8" or "fp8"',
         )
         _check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
-        for name, least, most in (
-            ("max_slots", 1, 2**20),
-            ("max_waiting", 0, 2**31),
-            ("max_waiting_tokens", 1, 2**40),
-            ("share_slots", 0, 2**20),
-        ):
-            value = getattr(self, name)
-            _check(
-                _is_int(value) and least <= value <= most,
-                name,
-                value,
-                f"an integer from {least} to {most}",
-            )
-        for name, least, most in (
-            ("disk_state_bytes", 0, 2**60),
-            ("disk_cache_bytes", 0, 2**60),
-            ("host_state_bytes", 0, 2**60),
-            ("max_states", 0, 2**40),
-        ):
-            value = getattr(self, name)
-            _check(
-                (_is_int(value) and least <= value <= most)
-                or (name == "host_state_bytes" and value is None),
-                name,
-                value,
-                f"an integer from {least} to {most}",
-            )
+        _check_integers(
+            self,
+            ("max_slots", 1, 2**20, False),
+            ("max_step_tokens", 1, 2**24, True),
+            ("max_waiting", 0, 2**31, False),
+            ("max_waiting_tokens", 1, 2**40, False),
+            ("share_slots", 0, 2**20, False),
+            ("host_state_bytes", 0, 2**60, True),
+            ("disk_state_bytes", 0, 2**60, False),
+            ("disk_cache_bytes", 0, 2**60, False),
+            ("max_states", 0, 2**40, False),
+            ("threads", 1, 2**24, True),
+        )
         _check(
             _is_number(self.state_ttl) and 0 < self.state_ttl <= MOST_TTL,
             "state_ttl",
@@ -356,14 +348,6 @@ class EngineConfig:
             self.disk_cache_bytes,
             "0 without a state_folder",
         )
-        for name in ("max_step_tokens", "threads"):
-            value = getattr(self, name)
-            _check(
-                value is None or (_is_int(value) and 1 <= value <= 2**24),
-                name,
-                value,
-                "an integer of at least 1",
-            )
         _check(
             isinstance(self.deterministic, bool),
             "deterministic",
