@@ -1,8 +1,8 @@
-"""ApiProcessPool: members of a supervisor in processes of their own, started again when they end.
+"""ApiProcessPool: the API processes of a supervisor, started again when they end.
 
-A member inherits one end of a pipe, and what it has to know comes on its standard input: arguments
-and environments can be read by others. It is in a process group of its own, so that signals to this
-one's group reach this process alone, which tells its members what to do.
+An API process inherits one end of a pipe, and what it has to know comes on its standard input:
+arguments and environments can be read by others. It is in a process group of its own, so that
+signals to this one's group reach this process alone, which tells its API processes what to do.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass
 
 from engine.subprocesses import describe_exit, module_environment
 from engine.supervisor.channel import SocketPipe
-from engine.supervisor.control_messages import Cut, Drain, FromMember, ToMember
+from engine.supervisor.control_messages import FromApiProcess, Shutdown, ToApiProcess
 from engine.supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between looks at whether a member answers
+LOOK_SECONDS = 5.0  # between looks at whether a process answers
 STEADY_SECONDS = 10.0  # one that ends sooner has a quick end
-MOST_QUICK_ENDS = 5  # in a row; then there is no use in another, unless other members are steady
+MOST_QUICK_ENDS = 5  # in a row; then there is no use in another, unless others are steady
 LONGEST_WAIT = 30.0  # before the next one
 
 
 @dataclass(frozen=True)
 class Command:
-    """How a member is started: `python -P -m MODULE *arguments --pipe N`."""
+    """How an API process is started: `python -P -m MODULE *arguments --pipe N`."""
 
     module: str
     arguments: Sequence[str]
@@ -65,7 +65,7 @@ class ApiProcessPool:
         """Starts none any more, tells all to drain, and returns when they have ended; those that
         have not after so many seconds are killed."""
         self._finishing.set()
-        self._supervisor.members.tell(Drain())
+        self._supervisor.api_processes.tell(Shutdown(now=False))
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=seconds)
@@ -78,7 +78,7 @@ class ApiProcessPool:
 
     def cut(self) -> None:
         """Tells all to end at once."""
-        self._supervisor.members.tell(Cut())
+        self._supervisor.api_processes.tell(Shutdown(now=True))
 
     async def _keep(self, number: int, command: Command) -> None:
         quick = 0
@@ -123,11 +123,11 @@ class ApiProcessPool:
         self._processes.add(process)
         watch: asyncio.Task[None] | None = None
         try:
-            pipe: SocketPipe[FromMember, ToMember] = SocketPipe(ours, FromMember)
+            pipe: SocketPipe[FromApiProcess, ToApiProcess] = SocketPipe(ours, FromApiProcess)
             await pipe.open()
             name = self._supervisor.join(pipe)
             if self._finishing.is_set():
-                pipe.send(Drain())
+                pipe.send(Shutdown(now=False))
             watch = asyncio.create_task(self._watch(name, process))
             with contextlib.suppress(OSError):  # it has ended before it read
                 await process.communicate(command.given)
@@ -145,7 +145,7 @@ class ApiProcessPool:
         silent, heard = 0.0, False
         while process.returncode is None:
             begun = time.monotonic()
-            if await self._supervisor.members.answers(name, look):
+            if await self._supervisor.api_processes.answers(name, look):
                 silent, heard = 0.0, True
             elif heard:  # else it is still starting
                 silent += look

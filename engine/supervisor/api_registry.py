@@ -12,40 +12,37 @@ from typing import Any, TypeAlias
 
 from engine.errors import EngineError
 from engine.protocol.events import ModelInfo
-from engine.supervisor.channel import Pipe
+from engine.supervisor.channel import PendingCalls, Pipe
 from engine.supervisor.control_messages import (
-    Collect,
-    ControlReply,
-    FromMember,
-    Gather,
+    Call,
+    EncodedError,
+    FromApiProcess,
     Left,
-    Problem,
-    Reload,
-    Samples,
+    Reply,
     Serve,
-    ToMember,
+    ToApiProcess,
     Using,
     Welcome,
 )
 
 log = logging.getLogger(__name__)
 
-MemberPipe: TypeAlias = Pipe[FromMember, ToMember]
-COLLECT_SECONDS = 2.0  # for a member to tell its metrics; then those it told last are taken
+ApiPipe: TypeAlias = Pipe[FromApiProcess, ToApiProcess]
+COLLECT_SECONDS = 2.0  # for a process to tell its metrics; then those it told last are taken
 
 
 @dataclass(eq=False)
-class _Member:
+class _ApiProcess:
     name: str
-    pipe: MemberPipe
+    pipe: ApiPipe
+    calls: PendingCalls
     using: int = 0  # the generation of the youngest engine that its new requests go to
     needs: set[int] = field(default_factory=set)  # generations on which it may have requests
-    samples: bytes | None = None  # as it told them last
-    asked: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # by nonce, for samples
+    samples: bytes | None = None  # its metrics, as it told them last
 
 
 class ApiRegistry:
-    """By name; all on one event loop."""
+    """API processes by name; all methods are called on one event loop."""
 
     def __init__(
         self,
@@ -53,139 +50,146 @@ class ApiRegistry:
         on_unneeded: Callable[[int], None],
         fold: Callable[[list[bytes]], bytes] | None,
     ) -> None:
-        """`on_unneeded` is called with a generation that no member needs any more. `fold` sums
-        the samples of members that are no more, so that what was once told never falls."""
+        """Begins without any.
+
+        Args:
+            reload: carries out a `reload` call (Supervisor.reload).
+            on_unneeded: is called with a generation that no process needs any more.
+            fold: sums the samples of processes that are no more, so that what was once told never
+                falls; None: they are forgotten.
+        """
         self._reload = reload
         self._on_unneeded = on_unneeded
         self._fold = fold
-        self._members: dict[str, _Member] = {}
+        self._processes: dict[str, _ApiProcess] = {}
         self._departed: bytes | None = None  # samples
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, pipe: MemberPipe) -> str:
-        """A new member's name, which nobody else gets."""
-        name = f"member-{next(self._numbers)}"
-        self._members[name] = _Member(name, pipe)
+    def add(self, pipe: ApiPipe) -> str:
+        """A new process's name, which no other gets; `pipe` is this side's end."""
+        name = f"api-{next(self._numbers)}"
+        self._processes[name] = _ApiProcess(name, pipe, PendingCalls(pipe.send))
         pipe.send(Welcome(name))
         return name
 
     async def listen(self, name: str) -> None:
-        """Does what a member asks for, until its end is gone."""
-        member = self._members[name]
+        """Does what a process asks for, and returns when its end of the pipe is gone."""
+        process = self._processes[name]
         try:
             while True:
-                self._take(member, await member.pipe.receive())
+                self._handle(process, await process.pipe.receive())
         except EOFError:
             pass
         finally:
-            self._remove(member)
+            self._remove(process)
 
-    def tell(self, message: ToMember) -> None:
-        """Tells everybody."""
-        for member in self._members.values():
-            member.pipe.send(message)
+    def tell(self, message: ToApiProcess) -> None:
+        """Tells all processes."""
+        for process in self._processes.values():
+            process.pipe.send(message)
 
     def serve(self, order: Serve, only: str | None = None) -> None:
-        """Tells everybody, or one, which engines new requests are to go to."""
-        for member in self._members.values():
-            if only in (None, member.name):
-                member.needs.update(order.generations)
-                member.pipe.send(order)
+        """Tells all processes, or the one of this name, which engines new requests are to go to."""
+        for process in self._processes.values():
+            if only in (None, process.name):
+                process.needs.update(order.generations)
+                process.pipe.send(order)
 
     def need(self, generation: int) -> bool:
-        """Whether anybody may have something in flight on this engine."""
-        return any(generation in member.needs for member in self._members.values())
+        """Whether any process may have something in flight on this engine."""
+        return any(generation in process.needs for process in self._processes.values())
 
     async def answers(self, name: str, seconds: float) -> bool:
-        """Whether a member does, within that time; what it counts is then known."""
-        member = self._members.get(name)
-        if member is None:
+        """Whether a process answers within that time; its metrics are then known."""
+        process = self._processes.get(name)
+        if process is None:
             return False
-        done, _ = await asyncio.wait({self._ask(member)}, timeout=seconds)
-        return bool(done)
+        return bool(await _within(seconds, [process.calls.ask("collect")]))
 
     async def all_use(self, generation: int) -> None:
-        """Returns when nobody sends new requests to an older engine."""
-        while any(member.using < generation for member in self._members.values()):
+        """Returns when no process sends new requests to an older engine."""
+        while any(process.using < generation for process in self._processes.values()):
             self._changed.clear()
             await self._changed.wait()
 
     def close(self) -> None:
-        """Lets all members go."""
+        """Closes all pipes."""
         for task in list(self._tasks):
             task.cancel()
-        for member in list(self._members.values()):
-            member.pipe.close()
+        for process in list(self._processes.values()):
+            process.pipe.close()
 
-    def _take(self, member: _Member, message: FromMember) -> None:
+    def _handle(self, process: _ApiProcess, message: FromApiProcess) -> None:
         match message:
             case Using():
-                member.using = max(member.using, message.generation)
+                process.using = max(process.using, message.generation)
                 self._changed.set()
             case Left():
-                self._leave(member, message.generation)
-            case Reload():
-                self._spawn(self._answer_reload(member, message))
-            case Gather():
-                member.samples = message.own
-                self._spawn(self._answer_gather(member, message))
-            case Samples():
-                member.samples = message.samples
-                waiting = member.asked.pop(message.nonce, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(None)
+                self._leave(process, message.generation)
+            case Call():
+                if message.method == "gather":
+                    process.samples = message.own
+                self._spawn(self._answer(process, message))
+            case Reply():  # to a "collect", also to one that is not waited for any more
+                (process.samples,) = message.samples
+                process.calls.resolve(message)
 
-    def _leave(self, member: _Member, generation: int) -> None:
-        member.needs.discard(generation)
+    def _leave(self, process: _ApiProcess, generation: int) -> None:
+        process.needs.discard(generation)
         if not self.need(generation):
             self._on_unneeded(generation)
 
-    def _remove(self, member: _Member) -> None:
-        del self._members[member.name]
-        member.pipe.close()
-        for waiting in member.asked.values():
-            if not waiting.done():
-                waiting.set_result(None)
-        for generation in list(member.needs):
-            self._leave(member, generation)
+    def _remove(self, process: _ApiProcess) -> None:
+        del self._processes[process.name]
+        process.pipe.close()
+        process.calls.close()
+        for generation in list(process.needs):
+            self._leave(process, generation)
         self._changed.set()
-        if member.samples is not None and self._fold is not None:
-            known = [samples for samples in (self._departed, member.samples) if samples is not None]
+        if process.samples is not None and self._fold is not None:
+            known = [one for one in (self._departed, process.samples) if one is not None]
             self._departed = self._fold(known)
 
-    async def _answer_reload(self, member: _Member, message: Reload) -> None:
+    async def _answer(self, process: _ApiProcess, call: Call) -> None:
         try:
-            info = await self._reload(message.model)
+            match call.method:
+                case "reload":
+                    reply = Reply(call.id, info=await self._reload(call.model))
+                case "gather":
+                    reply = Reply(call.id, samples=await self._gather(process))
+                case "collect":
+                    raise EngineError("a supervisor has no metrics of its own")
         except EngineError as error:
-            member.pipe.send(ControlReply(message.nonce, Problem.of(error)))
+            reply = Reply(call.id, error=EncodedError.of(error))
         except Exception as error:
-            log.exception("unexpected error in a reload")
-            problem = Problem(EngineError.code, f"the reload failed: {error}")
-            member.pipe.send(ControlReply(message.nonce, problem))
-        else:
-            member.pipe.send(ControlReply(message.nonce, info=info))
+            log.exception("unexpected error in a %s", call.method)
+            message = f"the {call.method} failed: {error}"
+            reply = Reply(call.id, error=EncodedError(EngineError.code, message))
+        process.pipe.send(reply)
 
-    async def _answer_gather(self, asker: _Member, message: Gather) -> None:
-        waiting = [self._ask(member) for member in self._others(asker)]
-        if waiting:
-            await asyncio.wait(waiting, timeout=COLLECT_SECONDS)
+    async def _gather(self, asker: _ApiProcess) -> list[bytes]:
+        """The metrics of all other processes, those that are no more included."""
+        asked = [process.calls.ask("collect") for process in self._others(asker)]
+        if asked:
+            await _within(COLLECT_SECONDS, asked)
         # Whoever left meanwhile is among the departed now.
-        known = [self._departed, *(member.samples for member in self._others(asker))]
-        samples = [one for one in known if one is not None]
-        asker.pipe.send(ControlReply(message.nonce, samples=samples))
+        known = [self._departed, *(process.samples for process in self._others(asker))]
+        return [one for one in known if one is not None]
 
-    def _others(self, asker: _Member) -> list[_Member]:
-        return [member for member in self._members.values() if member is not asker]
-
-    def _ask(self, member: _Member) -> asyncio.Future[None]:
-        nonce = next(self._numbers)
-        answer = member.asked[nonce] = asyncio.get_running_loop().create_future()
-        member.pipe.send(Collect(nonce))
-        return answer
+    def _others(self, asker: _ApiProcess) -> list[_ApiProcess]:
+        return [process for process in self._processes.values() if process is not asker]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _within(seconds: float, asked: list[asyncio.Future[Reply]]) -> set[asyncio.Future[Reply]]:
+    """Those that are done within that time; the others are cancelled."""
+    done, late = await asyncio.wait(asked, timeout=seconds)
+    for one in late:
+        one.cancel()
+    return done

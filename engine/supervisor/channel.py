@@ -1,13 +1,18 @@
-"""Pipes between a supervisor and a member: within a process, or over a socket to another one."""
+"""Pipes between a supervisor and an API process: within a process, or over a socket to another one;
+and the calls that are made over them."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+
+from engine.supervisor.control_messages import Call, Method, Reply
 
 In = TypeVar("In", covariant=True)
 Out = TypeVar("Out", contravariant=True)
@@ -99,3 +104,40 @@ class SocketPipe(Generic[In, Out]):
             self._handle.close()
         else:
             self._writer.close()
+
+
+class PendingCalls:
+    """What one end of a pipe has asked and the other has not answered yet."""
+
+    def __init__(self, send: Callable[[Call], None]) -> None:
+        """`send` is the pipe's."""
+        self._send = send
+        self._ids = itertools.count()
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+
+    def ask(
+        self, method: Method, model: str | None = None, own: bytes = b""
+    ) -> asyncio.Future[Reply]:
+        """Sends a Call with these fields; its Reply will be in the future. Whoever cancels that
+        wants to know no more."""
+        id = next(self._ids)
+        reply = self._replies[id] = asyncio.get_running_loop().create_future()
+        reply.add_done_callback(lambda _: self._replies.pop(id, None))
+        self._send(Call(id, method, model, own))
+        return reply
+
+    def resolve(self, reply: Reply) -> None:
+        """A Reply has come; one to a call that was cancelled is ignored."""
+        waiting = self._replies.get(reply.id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def close(self, error: Exception | None = None) -> None:
+        """The other end is gone: all calls end with `error`, or are cancelled."""
+        for waiting in list(self._replies.values()):
+            if waiting.done():
+                continue
+            if error is None:
+                waiting.cancel()
+            else:
+                waiting.set_exception(error)

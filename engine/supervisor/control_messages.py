@@ -1,48 +1,84 @@
-"""What a supervisor of engines and its members, the API processes, tell each other; plain data.
+"""What a supervisor and its API processes tell each other over one pipe; plain data.
 
 Every engine that a supervisor starts has a generation, a number that grows, and a rank among those
-that serve together. A member is told which ones serve (`Serve`), of the end of one (`Down`), and
-says when it has nothing more in flight there (`Left`). Requests and tokens do not pass here:
-members talk to engines themselves.
+that serve together. Requests and tokens do not pass here: API processes talk to engines themselves.
+
+| message | to | answered by |
+| --- | --- | --- |
+| `Welcome` | API process | nothing; it is the first one |
+| `Serve` | API process | `Using`, once new requests go to these engines |
+| `Down` | API process | `Left`, once nothing is in flight there |
+| `Shutdown` | API process | its end |
+| `Using`, `Left` | supervisor | nothing |
+| `Call` | either | one `Reply` of the same id |
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from engine.errors import BY_CODE, EngineError
 from engine.protocol.events import ModelInfo
 
+Method = Literal["reload", "gather", "collect"]  # see Call
 
-class Problem(msgspec.Struct, frozen=True, array_like=True):
+
+class EncodedError(msgspec.Struct, frozen=True, array_like=True):
     """An EngineError on its way to another process."""
 
     code: str
     message: str
     param: str | None = None
-    retry_after: float | None = None
+    retry_after: float | None = None  # seconds
 
     @classmethod
-    def of(cls, error: EngineError) -> Problem:
+    def of(cls, error: EngineError) -> EncodedError:
+        """The error, to be sent."""
         return cls(error.code, error.message, error.param, error.retry_after)
 
-    def error(self) -> EngineError:
+    def decode(self) -> EngineError:
         """The error again; an unknown code gives EngineError."""
         kind = BY_CODE.get(self.code, EngineError)
         return kind(self.message, param=self.param, retry_after=self.retry_after)
 
 
-# To a member.
+class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A question to the other end.
+
+    reload (to the supervisor): loads `model` (None: the present one) in engines that take the place
+    of those that serve; the reply has `info`. gather (to the supervisor): the metrics of all other
+    API processes; `own` are the caller's; the reply has `samples`, one a process. collect (to an
+    API process): its metrics; the reply has them as the one of `samples`.
+    """
+
+    id: int
+    method: Method
+    model: str | None = None
+    own: bytes = b""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The answer to the `Call` of this id; where `error` is set, it was not done."""
+
+    id: int
+    error: EncodedError | None = None
+    info: ModelInfo | None = None
+    samples: list[bytes] = []
+
+
+# To an API process.
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The first message: the member's name, by which engines know it too."""
+    """The process's name, by which engines know it too."""
 
     name: str
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that has loaded its model."""
+    """An engine that has loaded its model, and its ZeroMQ address."""
 
     generation: int
     address: str
@@ -52,15 +88,15 @@ class Serve(msgspec.Struct, frozen=True, tag=True):
     """From now on new requests go to these engines, of one model; by rank, None for one that is
     missing just now. There is at least one."""
 
-    seats: list[EngineEndpoint | None]
+    endpoints: list[EngineEndpoint | None]
     info: ModelInfo
     restarts: int  # so far, of engines that died
     waits: list[float] = []  # by rank, seconds until one that is missing may be back
 
     @property
     def generations(self) -> list[int]:
-        """Those of all that are there."""
-        return [seat.generation for seat in self.seats if seat is not None]
+        """Those of all engines that are there."""
+        return [one.generation for one in self.endpoints if one is not None]
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
@@ -68,37 +104,21 @@ class Down(msgspec.Struct, frozen=True, tag=True):
     of when there is to be another. Where others serve on, a `Serve` says which."""
 
     generation: int
-    problem: Problem
+    error: EncodedError
     final: bool = False  # there is none any more, and will be none
     current: bool = True  # none is left that serves
 
 
-class Collect(msgspec.Struct, frozen=True, tag=True):
-    """Asks for `Samples` of the member's metrics."""
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """The process is to take nothing new and to end: after what it has in flight or, `now`, with
+    it."""
 
-    nonce: int
-
-
-class ControlReply(msgspec.Struct, frozen=True, tag=True):
-    """To a `Reload` or `Gather` of this nonce."""
-
-    nonce: int
-    problem: Problem | None = None
-    info: ModelInfo | None = None
-    samples: list[bytes] = []
+    now: bool
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True):
-    """The member is to take nothing new, finish what it has and end."""
+ToApiProcess = Welcome | Serve | Down | Shutdown | Call | Reply
 
-
-class Cut(msgspec.Struct, frozen=True, tag=True):
-    """The member is to end at once, with what it has."""
-
-
-ToMember = Welcome | Serve | Down | Collect | ControlReply | Drain | Cut
-
-# From a member.
+# From an API process.
 
 
 class Using(msgspec.Struct, frozen=True, tag=True):
@@ -109,30 +129,9 @@ class Using(msgspec.Struct, frozen=True, tag=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The member has nothing in flight on this engine, and never will again."""
+    """The process has nothing in flight on this engine, and never will again."""
 
     generation: int
 
 
-class Reload(msgspec.Struct, frozen=True, tag=True):
-    """Asks for engines with a freshly loaded model in place of those that serve."""
-
-    nonce: int
-    model: str | None = None  # None = the present one
-
-
-class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the metrics of all other members, and gives this one's own."""
-
-    nonce: int
-    own: bytes
-
-
-class Samples(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Collect`."""
-
-    nonce: int
-    samples: bytes
-
-
-FromMember = Using | Left | Reload | Gather | Samples
+FromApiProcess = Using | Left | Call | Reply

@@ -1,5 +1,5 @@
-"""EngineProcess: one engine process in the care of a supervisor: its load, its pulse and its end;
-and RestartPolicy, whether and when another one follows."""
+"""EngineProcess: one engine process of a supervisor, from its load to its end; and RestartPolicy,
+whether and when another one follows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EngineProcess:
 
     @property
     def rank(self) -> int:
-        """Its place among those that serve together."""
+        """Its number among those that serve together."""
         return self.config.rank
 
     @property
@@ -53,13 +53,15 @@ class EngineProcess:
         return self._client.info
 
     @property
-    def seat(self) -> EngineEndpoint:
-        """What members are told when it is to serve."""
+    def endpoint(self) -> EngineEndpoint:
+        """What API processes are told when it is to serve."""
         return EngineEndpoint(self.generation, self._address)
 
     async def load(self, timeout: float) -> None:
-        """Starts the process and returns when the model is loaded. Raises the EngineError that is
-        in the way; EngineDead after `timeout` seconds."""
+        """Starts the process and returns when the model is loaded.
+
+        Raises EngineDead after `timeout` seconds or when the process ends, and otherwise the
+        EngineError that says why the model cannot be loaded."""
         begun = time.monotonic()
         await self._client.start()
         self._address = self._transport.address or ""
@@ -95,10 +97,10 @@ class EngineProcess:
         assert self._client.death is not None
         return self._client.death
 
-    def forget(self, member: str) -> None:
-        """What this member had in flight is nobody's any more."""
+    def forget(self, name: str) -> None:
+        """Aborts what the API process of this name had in flight: it is gone."""
         with contextlib.suppress(EngineDead):
-            self._transport.send(Gone(member))
+            self._transport.send(Gone(name))
 
     async def close(self) -> None:
         """Ends the process; what is unfinished is aborted. Idempotent."""

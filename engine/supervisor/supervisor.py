@@ -1,10 +1,10 @@
-"""Supervisor: starts engines for its members, the API processes, and keeps them running.
+"""Supervisor: starts engines for API processes, and keeps them running.
 
 There may be several, of one model, which serve together; each has a rank. One that dies, or that
 has not answered for too long and is killed, is started again, a limited number of times, while the
 others go on; where one of the first cannot be loaded, none serves. A reload loads other engines
 beside those that serve, which then finish what they have in flight, and end. Only orders pass
-through here: members talk to engines themselves.
+through here: API processes talk to engines themselves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from engine.errors import (
     ReloadUnderWay,
 )
 from engine.protocol.events import ModelInfo
-from engine.supervisor.api_registry import ApiRegistry, MemberPipe
-from engine.supervisor.control_messages import Down, Problem, Serve
+from engine.supervisor.api_registry import ApiPipe, ApiRegistry
+from engine.supervisor.control_messages import Down, EncodedError, Serve
 from engine.supervisor.engine_process import EngineProcess, RestartPolicy
 
 log = logging.getLogger(__name__)
 
 FOR_LONG = 3600.0  # seconds until one is back that is not started again by itself
-USE_SECONDS = 30.0  # for all members to use other engines; who hangs so long holds up no answer
+USE_SECONDS = 30.0  # for all processes to use other engines; one that hangs holds up no reload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +48,41 @@ class SupervisorConfig:
 
 
 class Supervisor:
-    """`run` starts the engines and keeps them; members `join` at any time. All on one event
-    loop."""
+    """`run` starts the engines and keeps them; API processes `join` at any time. All methods are
+    called on one event loop."""
 
     def __init__(
         self,
         config: EngineConfig,
-        rules: SupervisorConfig,
+        supervision: SupervisorConfig,
         check: Callable[[ModelInfo], Awaitable[None]] | None = None,
         fold: Callable[[list[bytes]], bytes] | None = None,
         engine: str | None = None,
     ) -> None:
-        """`config` is every engine's, but for the rank; `config.engines` says how many there are.
-        `check` is awaited with every model before it serves; what it raises (an EngineError) is
-        a failure to load. `fold`: as of `ApiRegistry`; `engine`: as of `ProcessTransport`. Raises
-        ConfigError for what is not allowed where there are so many."""
+        """Starts nothing yet.
+
+        Args:
+            config: every engine's, but for the rank; `config.engines` says how many there are.
+            supervision: when engines are started again, and killed.
+            check: is awaited with every model before it serves; what it raises (an EngineError) is
+                a failure to load.
+            fold: as of `ApiRegistry`.
+            engine: as of `ProcessTransport`.
+
+        Raises:
+            ConfigError: something that is not allowed where there are so many engines.
+        """
         config.of_rank(config.engines - 1)
         self._config = config  # of the engines that serve
-        self._rules = rules
+        self._supervision = supervision
         self._check = check
         self._engine = engine
         self._restarts = [
-            RestartPolicy(rules.restarts, rules.window) for _ in range(config.engines)
+            RestartPolicy(supervision.restarts, supervision.window) for _ in range(config.engines)
         ]
         # By rank: who serves, or has died and is to be replaced; None: not there yet, or no more.
-        self._seats: list[EngineProcess | None] = [None] * config.engines
-        self._spent: set[int] = set()  # ranks that may be started again later, if others last
+        self._by_rank: list[EngineProcess | None] = [None] * config.engines
+        self._exhausted: set[int] = set()  # ranks that may be started again later, if others last
         self._back_at: dict[int, float] = {}  # by rank, when who is missing may be back
         self._engines: set[EngineProcess] = set()  # all that live: loading, serving, finishing
         self._generations = 0
@@ -82,10 +91,11 @@ class Supervisor:
         self._reload: asyncio.Task[list[EngineProcess]] | None = None
         self._held = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.members = ApiRegistry(self.reload, self._on_unneeded, fold)
+        self.api_processes = ApiRegistry(self.reload, self._on_unneeded, fold)
 
     async def run(self) -> EngineError:
-        """Starts the engines, and again those that die; returns why there is none any more."""
+        """Starts the engines, and again those that die; called once. Returns why there is none any
+        more, which API processes have then been told."""
         try:
             await self._start_all(self._config)
             error = await self._over.get()
@@ -94,7 +104,7 @@ class Supervisor:
         except Exception as unexpected:  # nobody would keep the engines, nor know them
             log.exception("unexpected error of the supervisor")
             error = EngineDead(f"the supervisor has failed: {unexpected}")
-        self.members.tell(Down(self._generations, Problem.of(error), final=True))
+        self.api_processes.tell(Down(self._generations, EncodedError.of(error), final=True))
         return error
 
     async def _replace(self, engine: EngineProcess, error: EngineError) -> None:
@@ -104,9 +114,9 @@ class Supervisor:
         except Exception as unexpected:
             log.exception("unexpected error of the supervisor")
             reason = EngineDead(f"the supervisor has failed: {unexpected}")
-        if reason is None or self._seats[engine.rank] is not engine:
+        if reason is None or self._by_rank[engine.rank] is not engine:
             return
-        self._seats[engine.rank] = None
+        self._by_rank[engine.rank] = None
         if self._is_over():
             self._over.put_nowait(reason)
         else:
@@ -116,7 +126,9 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Nobody serves, and nobody is being started."""
-        return all(seat is None or rank in self._spent for rank, seat in enumerate(self._seats))
+        return all(
+            engine is None or rank in self._exhausted for rank, engine in enumerate(self._by_rank)
+        )
 
     async def _try_to_replace(
         self, engine: EngineProcess, error: EngineError
@@ -125,7 +137,7 @@ class Supervisor:
         rank = engine.rank
         restarts = self._restarts[rank]
         allowed = False  # to start another
-        while self._seats[rank] is engine:
+        while self._by_rank[rank] is engine:
             if self._reload is not None and not self._held:
                 # What is being loaded takes its place: memory may not suffice for a third.
                 who = self._name(rank)
@@ -139,8 +151,8 @@ class Supervisor:
                 except EngineError as failure:
                     error = EngineDead(f"the model could not be loaded again: {failure.message}")
                     continue
-                if self._seats[rank] is engine:
-                    self._seat([another])
+                if self._by_rank[rank] is engine:
+                    self._install([another])
                 else:  # a reload was quicker
                     await self._end(another)
                 continue
@@ -149,7 +161,7 @@ class Supervisor:
                 count = restarts.recent
                 tries = f", after {count} restart{'s' if count > 1 else ''}" if count else ""
                 spent = EngineDead(error.message + tries)
-                if self._held or not count or not await self._waits(engine, spent):
+                if self._held or not count or not await self._wait_for_restart(engine, spent):
                     return spent
                 continue
             log.warning(
@@ -173,10 +185,10 @@ class Supervisor:
         self._back_at[rank] = time.monotonic() + seconds
         self._tell_serving()
 
-    async def _waits(self, engine: EngineProcess, spent: EngineDead) -> bool:
+    async def _wait_for_restart(self, engine: EngineProcess, spent: EngineDead) -> bool:
         """Until another may be started in its place, where others serve meanwhile."""
         rank = engine.rank
-        self._spent.add(rank)
+        self._exhausted.add(rank)
         if self._is_over():
             return False
         seconds = self._restarts[rank].room_in(time.monotonic())
@@ -188,16 +200,26 @@ class Supervisor:
         )
         self._expect(rank, seconds + self._load_seconds)
         await asyncio.sleep(seconds)
-        if self._seats[rank] is engine:  # and not one that a reload has brought
-            self._spent.discard(rank)
+        if self._by_rank[rank] is engine:  # and not one that a reload has brought
+            self._exhausted.discard(rank)
         return True
 
     async def reload(self, model: str | None) -> ModelInfo:
-        """Loads `model` (None: the present one again) and returns when new requests go there.
+        """Loads a model in engines that take the place of those that serve. One that was begun goes
+        on when its caller is cancelled.
 
-        Raises ConfigError, CheckpointError, DeviceError or another EngineError where it cannot be
-        loaded; ReloadUnderWay; EngineLoading while no engine serves; Draining. The engines that
-        serve go on in all these cases.
+        Args:
+            model: folder or name; None: the present one again.
+
+        Returns:
+            What is known of it, once new requests go there.
+
+        Raises:
+            ConfigError, CheckpointError, DeviceError: it cannot be loaded.
+            ReloadUnderWay: another reload is.
+            EngineLoading: no engine serves just now.
+            Draining: the server is shutting down.
+            In all these cases the engines that serve go on.
         """
         if self._held:
             raise Draining("the server is shutting down and loads no model")
@@ -217,7 +239,7 @@ class Supervisor:
             raise Draining("the server is shutting down; the reload was given up") from None
         with suppress(TimeoutError):
             async with asyncio.timeout(USE_SECONDS):
-                await self.members.all_use(max(engine.generation for engine in engines))
+                await self.api_processes.all_use(max(engine.generation for engine in engines))
         return engines[0].info
 
     def _on_reloaded(self, reload: asyncio.Task[list[EngineProcess]]) -> None:
@@ -241,18 +263,25 @@ class Supervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.members.close()
+        self.api_processes.close()
 
-    def join(self, pipe: MemberPipe) -> str:
-        """Takes in a member, of whom `pipe` is this side's end; returns its name."""
-        name = self.members.add(pipe)
+    def join(self, pipe: ApiPipe) -> str:
+        """Takes in an API process, at any time.
+
+        Args:
+            pipe: this side's end of its pipe, open.
+
+        Returns:
+            Its name, by which engines know it too.
+        """
+        name = self.api_processes.add(pipe)
         self._tell_serving(name)
-        self._keep(self._listen(name))
+        self._spawn(self._listen(name))
         return name
 
     async def _listen(self, name: str) -> None:
         try:
-            await self.members.listen(name)
+            await self.api_processes.listen(name)
         finally:
             for engine in self._engines:
                 engine.forget(name)
@@ -274,7 +303,7 @@ class Supervisor:
             await asyncio.shield(asyncio.gather(*loaded))
             raise
         self._config = config
-        self._seat(engines)
+        self._install(engines)
         return engines
 
     async def _load(self, config: EngineConfig, rank: int) -> EngineProcess:
@@ -283,17 +312,17 @@ class Supervisor:
         engine = EngineProcess(self._generations, config.of_rank(rank), self._engine)
         self._engines.add(engine)
         try:
-            await engine.load(self._rules.load_timeout)
+            await engine.load(self._supervision.load_timeout)
             if self._check is not None:
                 await self._check(engine.info)
-            self._check_company(engine, config)
+            self._check_same_model(engine, config)
         except BaseException:
             await asyncio.shield(self._end(engine))
             raise
         self._load_seconds = engine.load_seconds
         return engine
 
-    def _check_company(self, engine: EngineProcess, config: EngineConfig) -> None:
+    def _check_same_model(self, engine: EngineProcess, config: EngineConfig) -> None:
         """Raises CheckpointError for another model than those have that it is to serve with."""
         others = self._serving() if config is self._config else []
         if others and engine.info.fingerprint != others[0].info.fingerprint:
@@ -302,59 +331,59 @@ class Supervisor:
                 "a reload loads it everywhere"
             )
 
-    def _seat(self, engines: list[EngineProcess]) -> None:
+    def _install(self, engines: list[EngineProcess]) -> None:
         """They serve from now on, in the place of those that had their ranks."""
-        replaced = [self._seats[engine.rank] for engine in engines]
+        replaced = [self._by_rank[engine.rank] for engine in engines]
         for engine in engines:
-            self._seats[engine.rank] = engine
-            self._spent.discard(engine.rank)
-            self._keep(self._mourn(engine))
+            self._by_rank[engine.rank] = engine
+            self._exhausted.discard(engine.rank)
+            self._spawn(self._watch(engine))
         self._tell_serving()
         for old in replaced:
-            if old is not None and not self.members.need(old.generation):
+            if old is not None and not self.api_processes.need(old.generation):
                 self._on_unneeded(old.generation)
 
     def _name(self, rank: int) -> str:
         """What messages about one of several begin with."""
-        engines = len(self._seats)
+        engines = len(self._by_rank)
         return f"engine {rank} of {engines}: " if engines > 1 else ""
 
     def _serving(self) -> list[EngineProcess]:
-        return [engine for engine in self._seats if engine is not None and engine.serves]
+        return [engine for engine in self._by_rank if engine is not None and engine.serves]
 
     def _tell_serving(self, only: str | None = None) -> None:
-        """Tells members, or one, who serves, if anybody does."""
+        """Tells all API processes, or one, which engines serve, if any does."""
         serving = self._serving()
         if not serving:
             return
-        seats = [engine.seat if engine in serving else None for engine in self._seats]
+        endpoints = [engine.endpoint if engine in serving else None for engine in self._by_rank]
         restarts = sum(restarts.total for restarts in self._restarts)
         now = time.monotonic()
         waits = [
             FOR_LONG if one is None else max(0.0, self._back_at.get(rank, 0.0) - now)
-            for rank, one in enumerate(self._seats)
+            for rank, one in enumerate(self._by_rank)
         ]
-        self.members.serve(Serve(seats, serving[0].info, restarts, waits), only)
+        self.api_processes.serve(Serve(endpoints, serving[0].info, restarts, waits), only)
 
-    async def _mourn(self, engine: EngineProcess) -> None:
+    async def _watch(self, engine: EngineProcess) -> None:
         """Sees to what an engine leaves that ends by itself."""
-        error = await engine.death(self._rules.hang_timeout)
+        error = await engine.death(self._supervision.hang_timeout)
         if engine not in self._engines:
             return  # it was ended here
-        # At once: whatever comes next, what its members have in flight there is lost.
+        # At once: whatever comes next, what API processes have in flight there is lost.
         self._tell_down(engine, error, self._load_seconds)
-        if engine in self._seats:
+        if engine in self._by_rank:
             self._expect(engine.rank, self._load_seconds)
-            self._keep(self._replace(engine, error))
+            self._spawn(self._replace(engine, error))
         else:
             log.error("error: %s, while it finished what it had", error.message)
         await self._end(engine)
 
     def _on_unneeded(self, generation: int) -> None:
-        """No member has anything in flight on this engine."""
+        """No API process has anything in flight on this engine."""
         for engine in self._engines:
-            if engine.generation == generation and engine not in self._seats:
-                self._keep(self._end(engine))
+            if engine.generation == generation and engine not in self._by_rank:
+                self._spawn(self._end(engine))
 
     async def _end(self, engine: EngineProcess) -> None:
         self._engines.discard(engine)
@@ -362,11 +391,11 @@ class Supervisor:
 
     def _tell_down(self, engine: EngineProcess, error: EngineError, seconds: float) -> None:
         """With how many seconds it may take until another serves, unless one does."""
-        current = engine in self._seats and not self._serving()
-        problem = Problem(error.code, error.message, retry_after=seconds if current else None)
-        self.members.tell(Down(engine.generation, problem, current=current))
+        current = engine in self._by_rank and not self._serving()
+        encoded = EncodedError(error.code, error.message, retry_after=seconds if current else None)
+        self.api_processes.tell(Down(engine.generation, encoded, current=current))
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)

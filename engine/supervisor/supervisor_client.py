@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import socket
 from collections.abc import Callable, Coroutine
@@ -22,21 +21,18 @@ from engine.client.router import EngineRouter
 from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
 from engine.protocol.events import ModelInfo
-from engine.supervisor.channel import Pipe, SocketPipe, memory_pipe
+from engine.supervisor.channel import PendingCalls, Pipe, SocketPipe, memory_pipe
 from engine.supervisor.control_messages import (
-    Collect,
-    ControlReply,
-    Cut,
+    Call,
     Down,
-    Drain,
     EngineEndpoint,
-    FromMember,
-    Gather,
+    FromApiProcess,
     Left,
-    Reload,
-    Samples,
+    Method,
+    Reply,
     Serve,
-    ToMember,
+    Shutdown,
+    ToApiProcess,
     Using,
     Welcome,
 )
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 10.0  # for the supervisor to tell what other members count
+GATHER_SECONDS = 10.0  # for the supervisor to tell the metrics of other processes
 
 
 @dataclass(frozen=True)
@@ -83,56 +79,78 @@ Event: TypeAlias = Serving | Restarting | NoEngine | Stop
 
 
 class SupervisorClient:
-    """All methods are called on one event loop."""
+    """What an API process knows of its engines. All methods are called on one event loop: `start`
+    first, `close` last, `next` by one task."""
 
-    def __init__(self, pipe: Pipe[ToMember, FromMember]) -> None:
+    def __init__(self, pipe: Pipe[ToApiProcess, FromApiProcess]) -> None:
+        """`pipe`: this side's end, not opened yet."""
         self._pipe = pipe
         self._name = ""
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
         self._lost: set[int] = set()  # generations of engines that have ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._familiars: PrefixAffinity[EngineClient] = PrefixAffinity()
-        self._nonces = itertools.count()
-        self._asked: dict[int, asyncio.Future[ControlReply]] = {}
+        self._affinity: PrefixAffinity[EngineClient] = PrefixAffinity()
+        self._calls = PendingCalls(pipe.send)
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._collect: Callable[[], bytes] = bytes
 
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
-        """Begins to listen. `collect` gives this process's metrics whenever they are asked for."""
+        """Begins to listen.
+
+        Args:
+            collect: gives this process's metrics, packed; called whenever they are asked for.
+        """
         self._collect = collect
         await self._pipe.open()
         self._reader = asyncio.create_task(self._read())
 
     async def next(self) -> Event:
-        """Waits for what happens next."""
+        """Waits for what happens next; after NoEngine nothing does."""
         return await self._events.get()
 
     def use(self, generation: int) -> None:
-        """New requests go to engines up to this one now, the youngest of a `Serving`."""
+        """Says that new requests go to engines up to this one, the youngest of a `Serving`."""
         self._pipe.send(Using(generation))
 
     async def leave(self, generation: int) -> None:
-        """Nothing is in flight on this engine, and never will be again."""
+        """Disconnects from an engine on which nothing is in flight, nor will be again."""
         connection = self._connections.pop(generation, None)
         if connection is not None:
             await connection[0].close()
         self._pipe.send(Left(generation))
 
     async def reload(self, model: str | None) -> ModelInfo:
-        """As `Supervisor.reload`."""
-        answer = await self._ask(lambda nonce: Reload(nonce, model))
-        if answer.problem is not None:
-            raise answer.problem.error()
-        assert answer.info is not None
-        return answer.info
+        """Loads a model in engines that take the place of those that serve.
+
+        Args:
+            model: folder or name; None: the present one again.
+
+        Returns:
+            What is known of it, once new requests of all API processes go there.
+
+        Raises:
+            EngineError: as Supervisor.reload; EngineDead where the supervisor has ended.
+        """
+        reply = await self._ask("reload", model=model)
+        if reply.error is not None:
+            raise reply.error.decode()
+        assert reply.info is not None
+        return reply.info
 
     async def gather(self, own: bytes) -> list[bytes]:
-        """The metrics of all other processes, those that are no more included; tells `own`, which
-        are this one's. Raises EngineUnavailable."""
+        """The metrics of all other processes, those that are no more included.
+
+        Args:
+            own: this process's, which others will be told.
+
+        Raises:
+            EngineUnavailable: the supervisor does not answer within GATHER_SECONDS.
+            EngineDead: it has ended.
+        """
         try:
             async with asyncio.timeout(GATHER_SECONDS):
-                return (await self._ask(lambda nonce: Gather(nonce, own))).samples
+                return (await self._ask("gather", own=own)).samples
         except TimeoutError:
             raise EngineUnavailable("the supervising process does not answer") from None
 
@@ -150,34 +168,25 @@ class SupervisorClient:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _ask(self, question: Callable[[int], FromMember]) -> ControlReply:
+    async def _ask(self, method: Method, model: str | None = None, own: bytes = b"") -> Reply:
         if self._reader is None or self._reader.done():
             raise EngineDead("the supervising process has ended")
-        nonce = next(self._nonces)
-        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._asked[nonce] = answer
-        try:
-            self._pipe.send(question(nonce))
-            return await answer
-        finally:
-            del self._asked[nonce]
+        return await self._calls.ask(method, model, own)
 
     async def _read(self) -> None:
         try:
             while True:
                 message = await self._pipe.receive()
                 try:
-                    await self._take(message)
+                    await self._handle(message)
                 except Exception:
                     log.exception("an order of the supervisor could not be carried out")
         except EOFError:
             error = EngineDead("the supervising process has ended")
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(error)
+        self._calls.close(error)
         self._events.put_nowait(NoEngine(error))
 
-    async def _take(self, message: ToMember) -> None:
+    async def _handle(self, message: ToApiProcess) -> None:
         match message:
             case Welcome():
                 self._name = message.name
@@ -185,63 +194,61 @@ class SupervisorClient:
                 await self._connect(message)
             case Down():
                 self._lose(message)
-            case Collect():
-                self._pipe.send(Samples(message.nonce, self._collect()))
-            case ControlReply():
-                waiting = self._asked.get(message.nonce)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
-            case Drain() | Cut():
-                self._events.put_nowait(Stop(now=isinstance(message, Cut)))
+            case Call():  # "collect"; there is no other in this direction
+                self._pipe.send(Reply(message.id, samples=[self._collect()]))
+            case Reply():
+                self._calls.resolve(message)
+            case Shutdown():
+                self._events.put_nowait(Stop(message.now))
 
     async def _connect(self, order: Serve) -> None:
         clients: list[EngineClient | None] = []
-        for seat in order.seats:
-            clients.append(None if seat is None else await self._client(seat))
+        for endpoint in order.endpoints:
+            clients.append(None if endpoint is None else await self._client(endpoint))
         backend: EngineBackend | None = clients[0]
         if len(clients) > 1:
-            backend = EngineRouter(clients, order.waits, self._familiars)
+            backend = EngineRouter(clients, order.waits, self._affinity)
         assert backend is not None
         self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
 
-    async def _client(self, seat: EngineEndpoint) -> EngineClient:
-        if seat.generation not in self._connections:
-            transport = SocketTransport(seat.address, name=self._name)
+    async def _client(self, endpoint: EngineEndpoint) -> EngineClient:
+        if endpoint.generation not in self._connections:
+            transport = SocketTransport(endpoint.address, name=self._name)
             client = EngineClient(transport)
-            self._connections[seat.generation] = client, transport
+            self._connections[endpoint.generation] = client, transport
             await client.start()
-        return self._connections[seat.generation][0]
+        return self._connections[endpoint.generation][0]
 
     def _lose(self, message: Down) -> None:
-        error = message.problem.error()
+        error = message.error.decode()
         connection = self._connections.get(message.generation)
         if connection is not None and message.generation not in self._lost:
             self._lost.add(message.generation)
-            self._keep(connection[1].end(EngineDead(error.message, retry_after=error.retry_after)))
+            self._spawn(connection[1].end(EngineDead(error.message, retry_after=error.retry_after)))
         if message.final:
             self._events.put_nowait(NoEngine(error))
         elif message.current:
             self._events.put_nowait(Restarting(error))
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
-def remote_member(descriptor: int) -> SupervisorClient:
-    """The member of a supervisor in the process that started this one (`ApiProcessPool`), which
-    left the end of a pipe open here."""
-    return SupervisorClient(SocketPipe(socket.socket(fileno=descriptor), ToMember))
+def remote_supervisor(descriptor: int) -> SupervisorClient:
+    """A client of the supervisor in the process that started this one (`ApiProcessPool`), which
+    left the end of a pipe open here, under this file descriptor."""
+    return SupervisorClient(SocketPipe(socket.socket(fileno=descriptor), ToApiProcess))
 
 
 class LocalSupervisorClient(SupervisorClient):
-    """The one member of a supervisor in the same process, which it runs from its start to its
+    """The one client of a supervisor in the same process, which it runs from its start to its
     end."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._ruling: asyncio.Task[EngineError] | None = None
+        self._running: asyncio.Task[EngineError] | None = None
         mine, theirs = memory_pipe()
         super().__init__(mine)
         self._theirs = theirs
@@ -249,19 +256,19 @@ class LocalSupervisorClient(SupervisorClient):
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
         await super().start(collect)
         self._supervisor.join(self._theirs)
-        self._ruling = asyncio.create_task(self._supervisor.run())
+        self._running = asyncio.create_task(self._supervisor.run())
 
     async def gather(self, own: bytes) -> list[bytes]:
-        """There are no others."""
+        """There are no other processes."""
         return []
 
     def hold(self) -> None:
         self._supervisor.hold()
 
     async def close(self) -> None:
-        if self._ruling is not None:
-            self._ruling.cancel()
+        if self._running is not None:
+            self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._ruling
+                await self._running
         await super().close()
         await self._supervisor.close()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from engine.errors import ConfigError, EngineDead, EngineError
 from engine.supervisor.api_process_pool import ApiProcessPool, Command
 from engine.supervisor.supervisor import Supervisor
-from engine.supervisor.supervisor_client import remote_member
+from engine.supervisor.supervisor_client import remote_supervisor
 from service.server.end_signals import EndSignals
 from service.settings import Settings
 
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
         stream=sys.stderr,
     )
     listener = socket.socket(fileno=options.listen)
-    engines = remote_member(options.pipe)
+    engines = remote_supervisor(options.pipe)
     try:
         failure = run_application(engines, settings, listener, signals=False)
     except ConfigError as error:  # in a file that has changed since the parent read it
