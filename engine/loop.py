@@ -1,4 +1,4 @@
-"""EngineLoop: serves an engine to its clients, message by message: inbox -> step -> outbox.
+"""EngineLoop: serves an engine to its clients, message by message: take in -> step -> send.
 
 A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
 from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
@@ -80,7 +80,7 @@ class EngineLoop:
         self._gone: set[Hashable] = set()  # what may still come from them is late
         self._stats: Stats | None = None  # of the latest step
         self._stopping = False
-        self._told_at = 0.0  # when the load was told, by time.monotonic
+        self._load_sent_at = 0.0  # when the load was sent last, by time.monotonic
         for client in dict.fromkeys(clients):
             self._greet(client)
 
@@ -106,25 +106,25 @@ class EngineLoop:
                 self._mailbox.send(client, reply)
 
     def _step(self) -> None:
-        told = self._engine.step(self._take_in)
-        sent = [client for client in told if client not in self._gone]
+        events_of = self._engine.step(self._take_in)
+        sent = [client for client in events_of if client not in self._gone]
         for number, client in enumerate(sent):
-            events = told[client]
+            events = events_of[client]
             if number:
                 events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
         self._reply()  # whoever is answered knows what is counted of it
-        if told:
-            self._stats = next(iter(told.values())).stats
+        if events_of:
+            self._stats = next(iter(events_of.values())).stats
             if len(sent) < len(self._clients) - len(self._quiet):
                 self._tell_load(sent)
 
     def _tell_load(self, sent: Iterable[Hashable]) -> None:
         """Tells those who got nothing in this step; now and then, and before the engine idles."""
         now = time.monotonic()
-        if now - self._told_at < LOAD_SECONDS and self._engine.has_work:
+        if now - self._load_sent_at < LOAD_SECONDS and self._engine.has_work:
             return
-        self._told_at = now
+        self._load_sent_at = now
         assert self._stats is not None
         load = StepEvents(stats=self._stats.load())
         for client in self._clients - self._quiet - set(sent):

@@ -117,11 +117,11 @@ class ZmqMailbox:
         return None
 
 
-class _LoadingDesk(threading.Thread):
+class _LoadingResponder(threading.Thread):
     """Answers clients while the main thread loads the model; then hands the mailbox back."""
 
     def __init__(self, mailbox: ZmqMailbox) -> None:
-        super().__init__(name="loading-desk", daemon=True)
+        super().__init__(name="loading-responder", daemon=True)
         self._mailbox = mailbox
         self._closing = threading.Event()
         self._greeted = threading.Event()
@@ -159,22 +159,22 @@ class _LoadingDesk(threading.Thread):
 
 def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int:
     """Loads the engine and serves it to the end; returns the exit code."""
-    desk = _LoadingDesk(mailbox)
-    desk.start()
+    responder = _LoadingResponder(mailbox)
+    responder.start()
     try:
         engine = load(config)
     except Exception as error:
         failure = _load_failure(error)
-        desk.close(await_client=True)
-        if not desk.clients:  # else they tell it, and once is enough
+        responder.close(await_client=True)
+        if not responder.clients:  # else they tell it, and once is enough
             log.error("the model cannot be loaded: %s", failure.message)
         log.debug("how it came to that", exc_info=True)
-        for client in desk.clients:
+        for client in responder.clients:
             mailbox.send(client, failure)
         return 2
-    desk.close()
+    responder.close()
     gc_tuning.tune_gc()
-    EngineLoop(engine, mailbox, desk.clients).run()
+    EngineLoop(engine, mailbox, responder.clients).run()
     if engine.broken:
         log.error("%s", engine.broken.message)
         return 1

@@ -19,10 +19,8 @@ import msgspec
 from engine.client.interface import State
 from engine.client.request_stream import (
     FlushTimer,
-    ReadyStreams,
     RequestStream,
     StreamInbox,
-    Update,
 )
 from engine.client.socket_transport import Transport
 from engine.errors import (
@@ -38,8 +36,6 @@ from engine.protocol.queue_policy import Queued
 from engine.protocol.requests import Abort, FinishReason, Ping, Request
 from engine.protocol.state_calls import StateAction, StateCall, StateReply
 
-__all__ = ["EngineClient", "RequestStream", "State", "StreamInbox", "Update"]
-
 log = logging.getLogger(__name__)
 
 # What of the engine's messages is handled at most before others on the event loop get a turn.
@@ -48,26 +44,32 @@ TURN_SECONDS = 0.004
 
 
 class EngineClient:
-    """One engine, seen from an API process. All methods are called on one event loop."""
+    """One engine, seen from an API process, which sends its requests through an EngineRouter.
+
+    All methods are called on one event loop: `start` first, `close` last.
+    """
 
     def __init__(self, transport: Transport, quiet: bool = False) -> None:
-        """A `quiet` one makes no requests, so that it need not be told of those of others."""
+        """Starts nothing yet.
+
+        Args:
+            transport: the way to the engine; this client's alone.
+            quiet: it makes no requests, so the engine need not tell it the load of others.
+        """
         self._transport = transport
         self._quiet = quiet
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
-        self.rounds = 0  # messages of events that have come
+        self.event_messages = 0  # that have come
         self._others = 0  # requests of other processes, as of the latest stats
         self._others_tokens = 0  # prompt tokens of those of them that wait
-        self._ids = itertools.count()
         self._nonces = itertools.count(1)
-        self._deliveries: dict[int, RequestStream] = {}
+        self._streams: dict[int, RequestStream] = {}
         self.queued = Queued()  # those of them that have no slot yet
-        self._holding = FlushTimer()
-        self.taps = ReadyStreams()  # of inboxes that its deliveries are put into
+        self._flush_timer = FlushTimer()
         self._pings: dict[int, asyncio.Future[None]] = {}
-        self._asked: dict[int, asyncio.Future[StateReply]] = {}
+        self._state_calls: dict[int, asyncio.Future[StateReply]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
         self._settled = asyncio.Event()  # loaded, or known that it never will be
         self._dead = asyncio.Event()
@@ -96,16 +98,6 @@ class EngineClient:
         return self._stats
 
     @property
-    def clients(self) -> list[EngineClient]:
-        """Itself, as a Backend has it."""
-        return [self]
-
-    @property
-    def by_rank(self) -> list[EngineClient]:
-        """Itself."""
-        return [self]
-
-    @property
     def slots(self) -> int:
         """How many requests run at once, once the model is loaded."""
         return 0 if self._info is None else self._info.slots
@@ -119,7 +111,7 @@ class EngineClient:
     def in_flight(self) -> int:
         """Requests that the engine holds: this process's own, and other processes' as of the
         latest stats."""
-        return len(self._deliveries) + self._others
+        return len(self._streams) + self._others
 
     @property
     def waiting_tokens(self) -> int:
@@ -136,10 +128,16 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read())
 
     async def ready(self, timeout: float | None = None) -> ModelInfo:
-        """Waits until the model is loaded.
+        """Waits until the model is loaded; what is known of it.
 
-        Raises CheckpointError, DeviceError or ConfigError (or another EngineError) when it
-        cannot be, EngineDead when the engine ends, EngineLoading when `timeout` seconds pass.
+        Args:
+            timeout: seconds; None: without end.
+
+        Raises:
+            EngineLoading: `timeout` seconds have passed.
+            EngineDead: the engine has ended.
+            EngineError: a CheckpointError, DeviceError or ConfigError where the model cannot be
+                loaded.
         """
         try:
             await asyncio.wait_for(self._settled.wait(), timeout)
@@ -154,71 +152,51 @@ class EngineClient:
         """Returns when the engine has ended, for whatever reason."""
         await self._dead.wait()
 
-    def new_id(self) -> int:
-        """A request id that this client has not used."""
-        return next(self._ids)
-
     def submit(
         self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
     ) -> RequestStream:
-        """Sends a request; never blocks. Its id comes from `new_id`; `interval`, `inbox` and
-        `which` as in RequestStream.
+        """Sends a request, as EngineBackend.submit.
 
-        Raises EngineLoading or EngineDead, and InvalidRequest for a value that
-        cannot be sent. Every other refusal is raised by the RequestStream.
+        Raises:
+            EngineLoading: the model is not loaded yet.
+            EngineDead: the engine has ended.
+            InvalidRequest: the request cannot be encoded.
+            ValueError: a request of this id is in flight.
         """
         if self._death is not None:
             raise _again(self._death)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
-        if request.id in self._deliveries:
+        if request.id in self._streams:
             raise ValueError(f"request id {request.id} is in flight already")
         try:
             self._transport.send(request)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise InvalidRequest(f"the request cannot be encoded: {error}") from error
         self.queued.add(request.id, request.owner, request.prompt_tokens)
-        delivery = RequestStream(request, interval, inbox, which, self._holding)
-        self._deliveries[request.id] = delivery
-        return delivery
+        stream = RequestStream(request, interval, inbox, which, self._flush_timer)
+        self._streams[request.id] = stream
+        return stream
 
     def has(self, request_id: int) -> bool:
         """Whether this request is in flight."""
-        return request_id in self._deliveries
-
-    def client_of(self, request_id: int) -> EngineClient:
-        """Itself."""
-        return self
-
-    def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
-        """As of a Backend; one engine that is missing is none at all."""
-        return EngineLoading(f"{what} is missing just now")
-
-    def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
-        """One engine keeps all states."""
-        return len(list(ids))
-
-    def keeps_apart(self, owner: str, id: str, other: str) -> bool:
-        """One engine keeps all of them."""
-        return False
+        return request_id in self._streams
 
     def abort(
         self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
     ) -> None:
-        """Ends requests early; their streams still get their `finished`. `kept`, in parallel to
-        `ids`, as in Abort; with it, all of `ids` are in flight."""
-        mine = [request_id for request_id in ids if request_id in self._deliveries]
+        """As EngineBackend.abort."""
+        mine = [request_id for request_id in ids if request_id in self._streams]
         if mine:
             with contextlib.suppress(EngineDead):
                 self._transport.send(Abort(mine, reason, list(kept)))
 
     def give_up(self, request_id: int, error: EngineError) -> None:
-        """Ends a request, if it is in flight, whose RequestStream then fails with `error` after all
-        that has come."""
+        """As EngineBackend.give_up."""
         self.abort([request_id])
-        if (delivery := self._deliveries.pop(request_id, None)) is not None:
+        if (stream := self._streams.pop(request_id, None)) is not None:
             self.queued.discard(request_id)
-            delivery.fail(error)
+            stream.fail(error)
 
     async def ask_state(
         self,
@@ -227,45 +205,43 @@ class EngineClient:
         timeout: float,
         **fields: Any,
     ) -> StateReply:
-        """The answer to an StateCall with these fields (`call` is this method's own).
-
-        Raises StateNotFound, StateBusy, StateMismatch, StateMalformed, StateQuota or
-        InvalidRequest as the engine does, EngineLoading or EngineDead where it cannot be asked, and
-        EngineUnavailable after `timeout` seconds.
-        """
+        """The reply to a StateCall, as EngineBackend.ask_state; `owner` is one of `fields`."""
         if self._death is not None:
             raise _again(self._death)
         if self._state == "loading":
             raise EngineLoading("the model is still loading")
         call = next(self._nonces)
-        answer = self._asked[call] = asyncio.get_running_loop().create_future()
+        waiting = self._state_calls[call] = asyncio.get_running_loop().create_future()
         try:
             self._transport.send(StateCall(call=call, action=action, **fields))
-            reply: StateReply = await asyncio.wait_for(answer, timeout)
+            reply: StateReply = await asyncio.wait_for(waiting, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None
         finally:
-            del self._asked[call]
+            del self._state_calls[call]
         if reply.failed is not None:
             raise reply.failed.error()
         return reply
 
     def on_step(self, callback: Callable[[StepEvents], None]) -> None:
-        """`callback` is called with every StepEvents, after the streams have it."""
+        """`callback` is called with every StepEvents from now on, after the streams have it; it
+        must not wait."""
         self._listeners.append(callback)
 
     async def ping(self, timeout: float) -> None:
         """Returns when the engine has answered.
 
-        Raises EngineUnavailable after `timeout` seconds, EngineDead when it has ended.
+        Raises:
+            EngineUnavailable: it has not within `timeout` seconds.
+            EngineDead: it has ended.
         """
         if self._death is not None:
             raise _again(self._death)
         nonce = next(self._nonces)
-        answer = self._pings[nonce] = asyncio.get_running_loop().create_future()
+        pong = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
             self._transport.send(Ping(nonce, self._quiet))
-            await asyncio.wait_for(answer, timeout)
+            await asyncio.wait_for(pong, timeout)
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {timeout:g} s") from None
         finally:
@@ -317,13 +293,13 @@ class EngineClient:
             case StepEvents():
                 self._deliver(message)
             case Pong():
-                answer = self._pings.get(message.nonce)
-                if answer is not None and not answer.done():
-                    answer.set_result(None)
+                pong = self._pings.get(message.nonce)
+                if pong is not None and not pong.done():
+                    pong.set_result(None)
             case StateReply():
-                asked = self._asked.get(message.call)
-                if asked is not None and not asked.done():
-                    asked.set_result(message)
+                waiting = self._state_calls.get(message.call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
             case Ready():
                 self._info = message.info
                 if self._state == "loading":
@@ -334,32 +310,32 @@ class EngineClient:
 
     def _deliver(self, events: StepEvents) -> None:
         self._stats = events.stats
-        self.rounds += 1
-        deliveries = self._deliveries
-        find = deliveries.get
+        self.event_messages += 1
+        streams = self._streams
+        find = streams.get
         for request, token in zip(events.requests, events.tokens, strict=False):
-            if (delivery := find(request)) is not None:
-                delivery.tokens.append(token)
-                if not delivery.told:
-                    delivery.tell()
+            if (stream := find(request)) is not None:
+                stream.tokens.append(token)
+                if not stream.notified:
+                    stream.notify()
         for request, tokens, logprobs in events.in_runs():
-            if (delivery := find(request)) is not None:
-                delivery.add_tokens(tokens, logprobs)
+            if (stream := find(request)) is not None:
+                stream.add_tokens(tokens, logprobs)
         for scores in events.scores:
-            if (delivery := find(scores.request)) is not None:
-                delivery.add_scores(scores.reports.unpack())
+            if (stream := find(scores.request)) is not None:
+                stream.add_scores(scores.reports.unpack())
         for request in events.started:
             self.queued.discard(request)
         for finished in events.finished:
             self.queued.discard(finished.request)
-            if (delivery := deliveries.pop(finished.request, None)) is not None:
-                delivery.finish(finished)
+            if (stream := streams.pop(finished.request, None)) is not None:
+                stream.finish(finished)
         for failed in events.failed:
             self.queued.discard(failed.request)
-            if (delivery := deliveries.pop(failed.request, None)) is not None:
-                delivery.fail(failed.error())
+            if (stream := streams.pop(failed.request, None)) is not None:
+                stream.fail(failed.error())
         # What this process has sent may not be in the stats yet, so that this errs towards fewer.
-        self._others = max(0, events.stats.running + events.stats.waiting - len(deliveries))
+        self._others = max(0, events.stats.running + events.stats.waiting - len(streams))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for listener in self._listeners:
             listener(events)
@@ -370,15 +346,15 @@ class EngineClient:
             self._death = error
             self._state = "dead"
             self._settled.set()
-        deliveries, self._deliveries = self._deliveries, {}
+        streams, self._streams = self._streams, {}
         self.queued.clear()
-        self._holding.clear()
-        for delivery in deliveries.values():
-            delivery.fail(_again(error))
-        waiting: list[asyncio.Future[Any]] = [*self._pings.values(), *self._asked.values()]
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(_again(error))
+        self._flush_timer.clear()
+        for stream in streams.values():
+            stream.fail(_again(error))
+        waiting: list[asyncio.Future[Any]] = [*self._pings.values(), *self._state_calls.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(_again(error))
         self._dead.set()
 
 

@@ -22,7 +22,7 @@ MOST_BLOCKS = 1024  # of a prompt that are looked at
 # Of these the first ones are remembered, where prompts part that begin with the same instructions,
 # and the last ones, where the next turn goes on.
 FIRST_BLOCKS, LAST_BLOCKS = 64, 4
-MOST_MARKS = 2**16  # that are remembered; the least recently used go first
+MOST_HASHES = 2**16  # that are remembered; the least recently used go first
 
 _BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 
@@ -30,18 +30,19 @@ _BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 def prefix_hashes(scope: str, prompt: bytes) -> list[int]:
     """What tells the beginnings of a prompt apart, the shortest first: of one block, of two, and so
     on. Prompts of different scopes have nothing in common."""
-    mark, packed = zlib.crc32(scope.encode()), memoryview(prompt)
-    marks = []
+    digest, packed = zlib.crc32(scope.encode()), memoryview(prompt)
+    hashes = []
     for end in range(_BLOCK_BYTES, min(len(prompt), MOST_BLOCKS * _BLOCK_BYTES) + 1, _BLOCK_BYTES):
-        mark = zlib.crc32(packed[end - _BLOCK_BYTES : end], mark)
-        marks.append(mark)
-    return marks
+        digest = zlib.crc32(packed[end - _BLOCK_BYTES : end], digest)
+        hashes.append(digest)
+    return hashes
 
 
 class PrefixAffinity(Generic[Engine]):
-    """By marks of what they have read."""
+    """Engines by the hashes of what they have read. All methods are called on one event loop."""
 
-    def __init__(self, most: int = MOST_MARKS) -> None:
+    def __init__(self, most: int = MOST_HASHES) -> None:
+        """Remembers `most` hashes."""
         self._most = most
         self._engines: dict[int, Engine] = {}  # the least recently used first
         self._among: Container[Engine | None] | None = None  # who is still there, where it was told
@@ -49,26 +50,27 @@ class PrefixAffinity(Generic[Engine]):
     def __len__(self) -> int:
         return len(self._engines)
 
-    def find(self, marks: list[int], among: Container[Engine]) -> tuple[Engine | None, int]:
-        """Who of these has read the longest beginning, and its tokens."""
-        for blocks in range(len(marks), 0, -1):
-            engine = self._engines.get(marks[blocks - 1])
+    def find(self, hashes: list[int], among: Container[Engine]) -> tuple[Engine | None, int]:
+        """Who of `among` has read the longest beginning of a prompt, and how many tokens that has;
+        (None, 0) where none has. `hashes` are prefix_hashes of the prompt."""
+        for blocks in range(len(hashes), 0, -1):
+            engine = self._engines.get(hashes[blocks - 1])
             if engine is not None and engine in among:
                 return engine, blocks * BLOCK_TOKENS
         return None, 0
 
-    def note(self, marks: list[int], engine: Engine) -> None:
-        """It is going to read a prompt with these beginnings."""
+    def note(self, hashes: list[int], engine: Engine) -> None:
+        """The engine is going to read a prompt with these `hashes`."""
         engines = self._engines
         if self._among is not None and engine not in self._among:
             return
-        for mark in (*marks[:FIRST_BLOCKS], *marks[FIRST_BLOCKS:][-LAST_BLOCKS:]):
-            engines.pop(mark, None)
-            engines[mark] = engine
+        for digest in (*hashes[:FIRST_BLOCKS], *hashes[FIRST_BLOCKS:][-LAST_BLOCKS:]):
+            engines.pop(digest, None)
+            engines[digest] = engine
         while len(engines) > self._most:
             del engines[next(iter(engines))]
 
     def keep_only(self, among: Container[Engine | None]) -> None:
-        """Others are no more, and are not noted again."""
+        """Forgets all engines but these; others are not noted again."""
         self._among = among
-        self._engines = {mark: one for mark, one in self._engines.items() if one in among}
+        self._engines = {digest: one for digest, one in self._engines.items() if one in among}

@@ -87,7 +87,7 @@ class Update(msgspec.Struct):
     finished: Finished | None = None
 
 
-# Takes the news of deliveries that it can deal with at once; returns the others, untaken.
+# Takes the news of streams that it can deal with at once; returns the others, untaken.
 Tap = Callable[[list["RequestStream"]], list["RequestStream"]]
 
 
@@ -124,11 +124,11 @@ class StreamInbox:
     turn of the event loop, and the task is woken for what the tap leaves.
     """
 
-    __slots__ = ("_closed", "_news", "_taps", "_unaware", "_waiter", "tap")
+    __slots__ = ("_closed", "_news", "_ready", "_unaware", "_waiter", "tap")
 
-    def __init__(self, taps: ReadyStreams | None = None) -> None:
-        """`taps`: those that its own is asked with; they need not be one engine's."""
-        self._taps = taps or ReadyStreams()
+    def __init__(self, ready: ReadyStreams | None = None) -> None:
+        """`ready`: asks its tap together with others'; these need not be one engine's."""
+        self._ready = ready or ReadyStreams()
         self._news: list[RequestStream] = []
         self._waiter: asyncio.Future[None] | None = None
         self._unaware = False  # the task waits, and neither it nor the tap is going to look
@@ -142,9 +142,9 @@ class StreamInbox:
         self.tap = None
 
     async def next(self) -> list[RequestStream]:
-        """All deliveries with news, each of which is to be taken; waits for the first one."""
+        """All streams with news, each of which is to be taken; waits for the first one."""
         while not self._news:
-            self._waiter = self._taps.loop.create_future()
+            self._waiter = self._ready.loop.create_future()
             self._unaware = True
             try:
                 await self._waiter
@@ -153,15 +153,15 @@ class StreamInbox:
         news, self._news = self._news, []
         return news
 
-    def put(self, delivery: RequestStream) -> None:
-        """A delivery has news, and was read since it last had some."""
+    def put(self, stream: RequestStream) -> None:
+        """A stream has news, and was read since it last had some."""
         if self._closed:
             return
-        self._news.append(delivery)
+        self._news.append(stream)
         if self._unaware:
             self._unaware = False
             if self.tap is not None:
-                self._taps.add(self)
+                self._ready.add(self)
             elif self._waiter is not None and not self._waiter.done():  # it may be cancelled
                 self._waiter.set_result(None)
 
@@ -184,16 +184,29 @@ class StreamInbox:
 
 
 class RequestStream:
-    """The answer to one request; one task reads it, by itself or through an inbox.
+    """What comes of one request; one task reads it, by itself or through an inbox.
 
-    `async for update in delivery` ends after the update that holds `finished`. The reader is given
+    `async for update in stream` ends after the update that holds `finished`. The reader is given
     the first tokens at once, and further ones when `interval` of them have come, when the first of
-    them was held for MOST_HELD_SECONDS (by `holding`), or when the answer ends.
+    them was held for MOST_HELD_SECONDS (by `flush_timer`), or when the request ends.
     """
 
     __slots__ = (
-        "_holding", "_inbox", "_most", "_over", "_released", "_reports", "_rest", "_waiter",
-        "error", "id", "interval", "on_finish", "only_tokens", "tokens", "told",
+        "_flush_timer",
+        "_inbox",
+        "_most",
+        "_over",
+        "_released",
+        "_reports",
+        "_rest",
+        "_waiter",
+        "error",
+        "id",
+        "interval",
+        "notified",
+        "on_finish",
+        "only_tokens",
+        "tokens",
         "which",
     )  # fmt: skip
 
@@ -203,13 +216,13 @@ class RequestStream:
         interval: int = 1,
         inbox: StreamInbox | None = None,
         which: int = 0,
-        holding: FlushTimer | None = None,
+        flush_timer: FlushTimer | None = None,
     ) -> None:
         """`inbox`: through which it is read, if not by itself; `which` is its reader's own number
         for it."""
         self.interval = interval
         self.on_finish: Callable[[], None] | None = None
-        self._holding = holding
+        self._flush_timer = flush_timer
         self._released = True  # what is held may be read, as the first tokens may
         self.id = request.id
         self.which = which
@@ -217,9 +230,9 @@ class RequestStream:
         self.tokens: list[int] = []  # that have come since they were last taken
         self._rest = Update()  # what else has
         self.only_tokens = True  # nothing else has
-        self.told = False  # the reader knows that there is news, which it has not taken
+        self.notified = False  # the reader knows that there is news, which it has not taken
         self._reports = 1 + (request.sampling.logprobs or 0)  # of a token
-        # An answer that is not streamed is read as a whole.
+        # What is not streamed is read as a whole.
         self._most = max(1, MOST_TAKEN // self._reports) if request.stream else None
         self._inbox = inbox
         self._over = False  # the update with `finished` has been read
@@ -237,7 +250,7 @@ class RequestStream:
             return self._take_first(self._most)
         update, self._rest = self._rest, Update()
         update.tokens, self.tokens = self.tokens, []
-        self._released, self.only_tokens, self.told = False, True, False
+        self._released, self.only_tokens, self.notified = False, True, False
         return update
 
     def _take_first(self, count: int) -> Update:
@@ -245,14 +258,14 @@ class RequestStream:
         update = Update(self.tokens[:count], rest.logprobs[:count], rest.scores)
         del self.tokens[:count], rest.logprobs[:count]
         rest.scores = []
-        self._released, self.told = True, False
-        self.tell()
+        self._released, self.notified = True, False
+        self.notify()
         return update
 
     def clear_tokens(self) -> None:
         """As `take`, where `only_tokens` have come, which the caller has read."""
         self.tokens.clear()
-        self.told = self._released = False
+        self.notified = self._released = False
 
     @property
     def due(self) -> bool:
@@ -274,7 +287,7 @@ class RequestStream:
             raise RuntimeError(f"request {self.id} has ended")
         if self._waiter is not None:
             raise RuntimeError(f"request {self.id} is being read by another task")
-        self.told = False
+        self.notified = False
         while not self.due:
             if self.error is not None:
                 raise self.error
@@ -283,7 +296,7 @@ class RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-                self.told = False
+                self.notified = False
         update = self.take()
         self._over = update.finished is not None
         return update
@@ -304,45 +317,45 @@ class RequestStream:
         if logprobs:
             self._rest.logprobs.extend(logprobs)
             self.only_tokens = False
-        if not self.told:
-            self.tell()
+        if not self.notified:
+            self.notify()
 
     def add_scores(self, scores: list[TokenLogprobs]) -> None:
         self._rest.scores.extend(scores)
         self.only_tokens = False
-        if not self.told:
-            self.tell()
+        if not self.notified:
+            self.notify()
 
     def finish(self, finished: Finished) -> None:
         if finished.answer:
             self.tokens.extend(unpack_ids(finished.answer))
         self._rest.finished = finished
         self.only_tokens = False
-        if not self.told:
-            self.tell()
+        if not self.notified:
+            self.notify()
         if self.on_finish is not None:
             self.on_finish()
 
     def fail(self, error: EngineError) -> None:
         self.error = error
         self.only_tokens = False
-        if not self.told:
-            self.tell()
+        if not self.notified:
+            self.notify()
 
     def release(self) -> None:
         """What is held may be read now."""
         self._released = True
-        if not self.told:
-            self.tell()
+        if not self.notified:
+            self.notify()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Lets the reader run, unless it is to wait for more; its task may have been cancelled."""
-        if self.interval > 1 and self._holding is not None:
+        if self.interval > 1 and self._flush_timer is not None:
             if not self.due and self.error is None:
-                self._holding.add(self)
+                self._flush_timer.add(self)
                 return
-            self._holding.discard(self)
-        self.told = True
+            self._flush_timer.discard(self)
+        self.notified = True
         if self._inbox is not None:
             self._inbox.put(self)
         elif self._waiter is not None and not self._waiter.done():

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from engine.client.client import EngineClient
 from engine.client.interface import EngineBackend
-from engine.client.prefix_affinity import PrefixAffinity
 from engine.client.router import EngineRouter
 from engine.client.socket_transport import SocketTransport
 from engine.errors import EngineDead, EngineError, EngineUnavailable
@@ -89,7 +88,7 @@ class SupervisorClient:
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
         self._lost: set[int] = set()  # generations of engines that have ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._affinity: PrefixAffinity[EngineClient] = PrefixAffinity()
+        self._router: EngineRouter | None = None  # the latest
         self._calls = PendingCalls(pipe.send)
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -205,11 +204,8 @@ class SupervisorClient:
         clients: list[EngineClient | None] = []
         for endpoint in order.endpoints:
             clients.append(None if endpoint is None else await self._client(endpoint))
-        backend: EngineBackend | None = clients[0]
-        if len(clients) > 1:
-            backend = EngineRouter(clients, order.waits, self._affinity)
-        assert backend is not None
-        self._events.put_nowait(Serving(backend, tuple(order.generations), order.restarts))
+        self._router = EngineRouter(clients, order.waits, self._router)
+        self._events.put_nowait(Serving(self._router, tuple(order.generations), order.restarts))
 
     async def _client(self, endpoint: EngineEndpoint) -> EngineClient:
         if endpoint.generation not in self._connections:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.client.client import EngineClient
+from engine.client.router import EngineRouter
 from engine.errors import EngineDead, EngineError, EngineLoading, Refused
 from engine.protocol.events import ModelInfo
 from engine.supervisor.supervisor_client import Event, NoEngine, Serving
@@ -50,7 +51,7 @@ class OneEngine:
             return NoEngine(error)
         except EngineError as error:
             return NoEngine(error)
-        return Serving(self._client, generations=(1,))
+        return Serving(EngineRouter([self._client]), generations=(1,))
 
     def use(self, generation: int) -> None:
         """There is no other."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.errors import EngineError
 from engine.protocol.sampling_params import SamplingParams
 from service.http.json_response import TOKENS_AT_ONCE

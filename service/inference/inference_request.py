@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from engine.client.client import EngineClient, RequestStream, StreamInbox, Update
+from engine.client.client import EngineClient
 from engine.client.interface import EngineBackend
+from engine.client.request_stream import RequestStream, StreamInbox, Update
 from engine.errors import Draining, EngineError, ReaderBehind
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateAction, StateInfo, StateReply
@@ -92,7 +93,7 @@ class InferenceRequest:
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
-        self._inbox = StreamInbox(backend.taps)
+        self._inbox = StreamInbox(backend.ready_streams)
         self._deliveries: list[RequestStream] = []
         self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
@@ -152,13 +153,13 @@ class InferenceRequest:
             return
         released, since = self._metrics.released, time.perf_counter()
 
-        def note(client: EngineClient, rounds: int) -> None:
-            released(since, client.rounds - rounds)
+        def note(client: EngineClient, before: int) -> None:
+            released(since, client.event_messages - before)
 
         for delivery in self._deliveries:
             if delivery.id in self._open:
                 client = self._backend.client_of(delivery.id)
-                delivery.on_finish = partial(note, client, client.rounds)
+                delivery.on_finish = partial(note, client, client.event_messages)
         self.abort()
 
     def check_room(self) -> None:

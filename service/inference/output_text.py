@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from engine.protocol.requests import FinishReason

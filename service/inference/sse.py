@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.errors import EngineError, EngineUnavailable, QueueFull, ReaderBehind, StepFailed
 from service.http.connection import Connection, Writer, begin
 from service.http.disconnect import T, unless_client_leaves

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from engine.client.client import EngineClient
+from engine.client.router import EngineRouter
 from engine.errors import ConfigError, InvalidRequest
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import SamplingParams
@@ -24,20 +25,21 @@ async def generate_text(
 ) -> None:
     """Starts the client's engine, writes the answer to `prompt` up to the first of `stops`, and
     closes the client, also when it is cancelled. Raises EngineError."""
+    engines = EngineRouter([client])
     await client.start()
     try:
-        await client.ready()
+        await engines.ready()
         ids = tokenizer.encode(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
-        request = Request(id=client.new_id(), prompt=pack_ids(ids), sampling=sampling)
+        request = Request(id=engines.new_id(), prompt=pack_ids(ids), sampling=sampling)
         strings = StopStrings(stops, tokenizer.special_ids)
         decoder, matcher = tokenizer.decoder(after=ids), StopMatcher(strings)
-        async for update in client.submit(request):
+        async for update in engines.submit(request):
             texts = (decoder.feed(token) + strings.marks.get(token, "") for token in update.tokens)
             write(matcher.feed("".join(texts)))
             if matcher.stopped:
-                client.abort([request.id], "stop")
+                engines.abort([request.id], "stop")
         if not matcher.stopped:
             write(matcher.feed(decoder.flush()) + matcher.flush())
     finally:

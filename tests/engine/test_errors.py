@@ -90,7 +90,7 @@ def test_kernels_that_fail_later_are_met_by_who_waits(monkeypatch: pytest.Monkey
     synchronize_raises(monkeypatch, ILLEGAL_ACCESS)
     runner = Failing(ILLEGAL_ACCESS)
     nothing: Any = None
-    pending = Pending(*[nothing] * 9, done=cast(DeviceEvent, Done()))
+    pending = Pending(*[nothing] * 9, cast(DeviceEvent, Done()))
     for wait in (runner.is_done, runner.finish):
         with pytest.raises(DeviceLost):
             wait(pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import stat
@@ -42,8 +43,11 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8)
 
 
+IDS = itertools.count()
+
+
 def ask(client: EngineClient, sampling: Any = SHORT, prompt: bytes = b"abc") -> Request:
-    return Request(id=client.new_id(), prompt=pack_ids(prompt), sampling=sampling)
+    return Request(id=next(IDS), prompt=pack_ids(prompt), sampling=sampling)
 
 
 async def answer(client: EngineClient, request: Request) -> list[int]:
@@ -95,13 +99,13 @@ async def test_the_socket_is_private() -> None:
 
 async def test_a_killed_worker_fails_every_request() -> None:
     async with working("slow_engine") as (client, transport):
-        deliveries = [client.submit(ask(client, ENDLESS)) for _ in range(10)]
-        await deliveries[0].next()
+        streams = [client.submit(ask(client, ENDLESS)) for _ in range(10)]
+        await streams[0].next()
         assert transport.pid is not None
         os.kill(transport.pid, signal.SIGKILL)
-        for delivery in deliveries:
+        for stream in streams:
             with pytest.raises(EngineDead, match="SIGKILL"):
-                async for _ in delivery:
+                async for _ in stream:
                     pass
         await asyncio.wait_for(client.wait_dead(), 10)
         assert client.state == "dead"

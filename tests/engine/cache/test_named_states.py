@@ -481,7 +481,7 @@ async def test_a_client_asks() -> None:
     client = EngineClient(InlineTransport(Engine(FakeRunner(host_rows=8))))
     await client.start()
     await client.ready(10)
-    request = Request(id=client.new_id(), prompt=pack_ids(b"abc"), keep=KeepState(id="s"))
+    request = Request(id=0, prompt=pack_ids(b"abc"), keep=KeepState(id="s"))
     async for update in client.submit(request):
         last = update
     assert last.finished is not None and last.finished.state is not None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
 import zmq
 
-from engine.client.client import TURN_MESSAGES, EngineClient, RequestStream, Update
+from engine.client.client import TURN_MESSAGES, EngineClient
+from engine.client.request_stream import RequestStream, Update
 from engine.client.socket_transport import SocketTransport
 from engine.engine import Engine
 from engine.errors import (
@@ -47,15 +50,19 @@ from tests.reports import packed
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
+IDS: WeakKeyDictionary[EngineClient, Iterator[int]] = WeakKeyDictionary()
+
+
 def ask(client: EngineClient, prompt: bytes = b"abc", **fields: object) -> Request:
     fields.setdefault("sampling", GREEDY)
-    return Request(id=client.new_id(), prompt=pack_ids(prompt), **fields)  # type: ignore[arg-type]
+    number = next(IDS.setdefault(client, itertools.count()))
+    return Request(id=number, prompt=pack_ids(prompt), **fields)  # type: ignore[arg-type]
 
 
-async def read_all(delivery: RequestStream) -> Update:
+async def read_all(stream: RequestStream) -> Update:
     """Every update of a request in one."""
     whole = Update()
-    async for update in delivery:
+    async for update in stream:
         whole.tokens += update.tokens
         whole.logprobs += update.logprobs
         if update.finished is not None:
@@ -133,11 +140,11 @@ def finished(request: int, *tokens: int) -> Finished:
 async def test_many_requests_each_get_their_own_answer() -> None:
     async with serving() as client:
         prompts = [bytes([start]) * 3 for start in range(20)]
-        deliveries = [
+        streams = [
             client.submit(ask(client, prompt, stream=start % 2 == 0))
             for start, prompt in enumerate(prompts)
         ]
-        answers = await asyncio.gather(*map(read_all, deliveries))
+        answers = await asyncio.gather(*map(read_all, streams))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.tokens == recite(prompt, 8)
             assert answer.finished is not None and answer.finished.reason == "length"
@@ -165,7 +172,7 @@ async def test_scores_of_a_prompt() -> None:
         assert answer.tokens == []
 
 
-async def test_refusals_come_from_the_delivery() -> None:
+async def test_refusals_come_from_the_stream() -> None:
     async with serving() as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.submit(ask(client, b"")).next()
@@ -184,12 +191,12 @@ async def test_a_failed_step_is_raised_and_the_next_request_is_served() -> None:
 async def test_abort_ends_with_its_reason() -> None:
     async with serving(FakeRunner(step_seconds=0.001)) as client:
         endless = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
-        delivery = client.submit(ask(client, sampling=endless))
-        await delivery.next()
-        client.abort([delivery.id, 12345], "stop")
-        end = (await read_all(delivery)).finished
+        stream = client.submit(ask(client, sampling=endless))
+        await stream.next()
+        client.abort([stream.id, 12345], "stop")
+        end = (await read_all(stream)).finished
         assert end is not None and end.reason == "stop"
-        client.abort([delivery.id])  # ended already: nothing happens
+        client.abort([stream.id])  # ended already: nothing happens
         await client.ping(10)
 
 
@@ -208,10 +215,10 @@ async def test_close_leaves_nobody_waiting() -> None:
 async def test_an_engine_that_breaks_fails_everybody() -> None:
     runner = FakeRunner(slots=1, failures=[DeviceLost("CUDA error: gone")])
     async with serving(runner) as client:
-        deliveries = [client.submit(ask(client)) for _ in range(2)]
-        for delivery in deliveries:
+        streams = [client.submit(ask(client)) for _ in range(2)]
+        for stream in streams:
             with pytest.raises(EngineUnavailable, match="gone"):
-                await delivery.next()
+                await stream.next()
         await asyncio.wait_for(client.wait_dead(), 10)
         assert client.state == "dead"
 
@@ -221,23 +228,23 @@ async def test_an_engine_that_breaks_fails_everybody() -> None:
 
 async def test_updates_merge_until_they_are_read() -> None:
     async with scripted(READY) as (client, transport):
-        delivery = client.submit(ask(client))
+        stream = client.submit(ask(client))
         await transport.say(
             StepEvents(requests=[0], tokens=[7]),
             StepEvents(requests=[0], tokens=[8]),
             StepEvents(scores=[Scores(0, 1, packed([TokenLogprobs(-1.0)], top=0))]),
         )
-        update = await delivery.next()
+        update = await stream.next()
         assert (update.tokens, len(update.scores), update.finished) == ([7, 8], 1, None)
         await transport.say(StepEvents(requests=[0], tokens=[9], finished=[finished(0)]))
-        assert [update.tokens async for update in delivery] == [[9]]
+        assert [update.tokens async for update in stream] == [[9]]
         with pytest.raises(RuntimeError, match="has ended"):
-            await delivery.next()
+            await stream.next()
 
 
 async def test_several_tokens_of_several_requests_come_in_runs() -> None:
     async with scripted(READY) as (client, transport):
-        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        streams = [client.submit(ask(client)) for _ in range(3)]
         await transport.say(
             StepEvents(requests=[0], tokens=[5]),
             StepEvents(
@@ -250,15 +257,15 @@ async def test_several_tokens_of_several_requests_come_in_runs() -> None:
                 finished=[finished(1)],
             ),
         )
-        assert (await deliveries[0].next()).tokens == [5, 7, 8]
-        update = await deliveries[1].next()
+        assert (await streams[0].next()).tokens == [5, 7, 8]
+        update = await streams[1].next()
         assert update.tokens == [6, 9, 10, 11] and update.finished is not None
         assert update.logprobs == []
 
 
 async def test_log_probabilities_of_several_requests_come_in_runs() -> None:
     async with scripted(READY) as (client, transport):
-        deliveries = [client.submit(ask(client)) for _ in range(3)]
+        streams = [client.submit(ask(client)) for _ in range(3)]
         told = [
             TokenLogprobs(-float(i), [i, 9 - i], [-0.5, -0.25 * i], is_greedy=i % 3 == 0)
             for i in range(4)
@@ -269,11 +276,11 @@ async def test_log_probabilities_of_several_requests_come_in_runs() -> None:
             Run([1], 1, pack_ids([11]), packed(told[:1], top=2)),
         ]
         await transport.say(StepEvents(runs=runs))
-        update = await deliveries[0].next()
+        update = await streams[0].next()
         assert (update.tokens, update.logprobs) == ([7, 8], told[:2])
-        update = await deliveries[1].next()
+        update = await streams[1].next()
         assert (update.tokens, update.logprobs) == ([9, 10, 11], [*told[2:], told[0]])
-        update = await deliveries[2].next()
+        update = await streams[2].next()
         assert (update.tokens, update.logprobs) == ([5, 6], [])
 
 
@@ -293,15 +300,15 @@ async def test_what_is_in_flight_counts_other_processes_too() -> None:
 
 async def test_what_came_before_a_failure_is_read_first() -> None:
     async with scripted(READY) as (client, transport):
-        delivery = client.submit(ask(client))
+        stream = client.submit(ask(client))
         await transport.say(
             StepEvents(requests=[0], tokens=[7]),
             StepEvents(failed=[Failed(0, "step_failed", "boom")]),
         )
-        assert (await delivery.next()).tokens == [7]
+        assert (await stream.next()).tokens == [7]
         for _ in range(2):
             with pytest.raises(StepFailed, match="boom"):
-                await delivery.next()
+                await stream.next()
 
 
 async def test_an_update_for_a_cancelled_reader_harms_nobody() -> None:
@@ -328,11 +335,11 @@ async def test_a_raising_listener_does_not_cut_the_link() -> None:
             raise ValueError("a bug in the metrics")
 
         client.on_step(listener)
-        delivery = client.submit(ask(client))
+        stream = client.submit(ask(client))
         await transport.say(
             StepEvents(requests=[0], tokens=[7]), StepEvents(finished=[finished(0, 8)])
         )
-        assert (await read_all(delivery)).tokens == [7, 8]
+        assert (await read_all(stream)).tokens == [7, 8]
         assert len(seen) == 2
 
 
@@ -362,23 +369,23 @@ async def test_a_flood_of_messages_leaves_turns_to_others() -> None:
 
 async def test_events_of_unknown_requests_are_ignored() -> None:
     async with scripted(READY) as (client, transport):
-        delivery = client.submit(ask(client))
+        stream = client.submit(ask(client))
         await transport.say(
             StepEvents(requests=[5], tokens=[1], finished=[finished(6)]),
             Pong(99),
             StepEvents(failed=[Failed(7, "no such code", "?")]),
             StepEvents(finished=[finished(0, 3)]),
         )
-        assert (await read_all(delivery)).tokens == [3]
+        assert (await read_all(stream)).tokens == [3]
 
 
 async def test_two_readers_of_one_delivery_are_a_mistake() -> None:
     async with scripted(READY) as (client, _):
-        delivery = client.submit(ask(client))
-        reading = asyncio.create_task(delivery.next())
+        stream = client.submit(ask(client))
+        reading = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="another task"):
-            await delivery.next()
+            await stream.next()
         reading.cancel()
 
 
@@ -416,17 +423,17 @@ async def test_a_failed_load_says_why(code: str, error: type[EngineError]) -> No
 
 async def test_death_fails_everything_at_once() -> None:
     async with scripted(READY) as (client, transport):
-        deliveries = [client.submit(ask(client)) for _ in range(3)]
-        reading = asyncio.create_task(deliveries[0].next())
+        streams = [client.submit(ask(client)) for _ in range(3)]
+        reading = asyncio.create_task(streams[0].next())
         pinging = asyncio.create_task(client.ping(30))
         await transport.say(StepEvents(requests=[1], tokens=[7]), None)
         for waiting in (reading, pinging):
             with pytest.raises(EngineDead, match="killed"):
                 await waiting
-        assert (await deliveries[1].next()).tokens == [7]
-        for delivery in deliveries[1:]:
+        assert (await streams[1].next()).tokens == [7]
+        for stream in streams[1:]:
             with pytest.raises(EngineDead, match="killed"):
-                await delivery.next()
+                await stream.next()
         await asyncio.wait_for(client.wait_dead(), 1)
         for call in (client.ready(), client.ping(1)):
             with pytest.raises(EngineDead):

@@ -17,52 +17,52 @@ def prompt(*blocks: int, rest: int = 0) -> bytes:
     return pack_ids([token for token in blocks for _ in range(BLOCK_TOKENS)] + [99] * rest)
 
 
-def marks(*blocks: int, rest: int = 0, scope: str = "") -> list[int]:
+def hashes(*blocks: int, rest: int = 0, scope: str = "") -> list[int]:
     return prefix_hashes(scope, prompt(*blocks, rest=rest))
 
 
-def test_a_beginning_has_the_same_marks_whatever_follows() -> None:
-    whole = marks(1, 2, 3)
+def test_a_beginning_has_the_same_hashes_whatever_follows() -> None:
+    whole = hashes(1, 2, 3)
     assert len(set(whole)) == 3
-    assert marks(1, 2, 4)[:2] == whole[:2] and marks(1, 2, 4)[2] != whole[2]
-    assert marks(1, 2, rest=BLOCK_TOKENS - 1) == whole[:2]
-    assert marks(2, 2, 3)[1:] != whole[1:]
-    assert marks(rest=BLOCK_TOKENS - 1) == []
-    assert len(marks(*range(MOST_BLOCKS + 5))) == MOST_BLOCKS
-    assert not set(marks(1, 2, 3, scope="other")) & set(whole)
+    assert hashes(1, 2, 4)[:2] == whole[:2] and hashes(1, 2, 4)[2] != whole[2]
+    assert hashes(1, 2, rest=BLOCK_TOKENS - 1) == whole[:2]
+    assert hashes(2, 2, 3)[1:] != whole[1:]
+    assert hashes(rest=BLOCK_TOKENS - 1) == []
+    assert len(hashes(*range(MOST_BLOCKS + 5))) == MOST_BLOCKS
+    assert not set(hashes(1, 2, 3, scope="other")) & set(whole)
 
 
 def test_the_longest_beginning_that_somebody_has_read() -> None:
-    familiars: PrefixAffinity[str] = PrefixAffinity()
-    familiars.note(marks(1, 2), "a")
-    familiars.note(marks(1, 3, 4), "b")
-    assert familiars.find(marks(1, 2, 7), "ab") == ("a", 2 * BLOCK_TOKENS)
-    assert familiars.find(marks(1, 3, 4, 5, 6), "ab") == ("b", 3 * BLOCK_TOKENS)
-    assert familiars.find(marks(1, 5), "ab") == ("b", BLOCK_TOKENS)  # who read it last
-    assert familiars.find(marks(1, 2, 7), "b") == ("b", BLOCK_TOKENS)  # of those who are there
-    assert familiars.find(marks(5), "ab") == (None, 0)
-    familiars.keep_only("a")
-    familiars.note(marks(8), "b")  # by a group of before
-    assert familiars.find(marks(8), "ab") == (None, 0)
-    assert familiars.find(marks(1, 3, 4), "ab") == (None, 0)
-    assert familiars.find(marks(1, 2), "ab") == ("a", 2 * BLOCK_TOKENS)
+    affinity: PrefixAffinity[str] = PrefixAffinity()
+    affinity.note(hashes(1, 2), "a")
+    affinity.note(hashes(1, 3, 4), "b")
+    assert affinity.find(hashes(1, 2, 7), "ab") == ("a", 2 * BLOCK_TOKENS)
+    assert affinity.find(hashes(1, 3, 4, 5, 6), "ab") == ("b", 3 * BLOCK_TOKENS)
+    assert affinity.find(hashes(1, 5), "ab") == ("b", BLOCK_TOKENS)  # who read it last
+    assert affinity.find(hashes(1, 2, 7), "b") == ("b", BLOCK_TOKENS)  # of those who are there
+    assert affinity.find(hashes(5), "ab") == (None, 0)
+    affinity.keep_only("a")
+    affinity.note(hashes(8), "b")  # by a router of before
+    assert affinity.find(hashes(8), "ab") == (None, 0)
+    assert affinity.find(hashes(1, 3, 4), "ab") == (None, 0)
+    assert affinity.find(hashes(1, 2), "ab") == ("a", 2 * BLOCK_TOKENS)
 
 
 def test_long_prompts_are_known_by_their_first_and_last_blocks() -> None:
-    familiars: PrefixAffinity[str] = PrefixAffinity()
-    long = marks(*range(500))
-    familiars.note(long, "a")
-    assert len(familiars) < FIRST_BLOCKS + 10
-    assert familiars.find([*long, 1, 2, 3], "a") == ("a", 500 * BLOCK_TOKENS)
-    assert familiars.find(long[:300], "a") == ("a", FIRST_BLOCKS * BLOCK_TOKENS)
+    affinity: PrefixAffinity[str] = PrefixAffinity()
+    long = hashes(*range(500))
+    affinity.note(long, "a")
+    assert len(affinity) < FIRST_BLOCKS + 10
+    assert affinity.find([*long, 1, 2, 3], "a") == ("a", 500 * BLOCK_TOKENS)
+    assert affinity.find(long[:300], "a") == ("a", FIRST_BLOCKS * BLOCK_TOKENS)
 
 
 def test_what_was_not_used_for_long_is_forgotten() -> None:
-    familiars: PrefixAffinity[str] = PrefixAffinity(most=10)
+    affinity: PrefixAffinity[str] = PrefixAffinity(most=10)
     for number in range(10):
-        familiars.note(marks(number), "a")
-    familiars.note(marks(0), "a")
-    familiars.note(marks(77), "a")
-    assert len(familiars) == 10
-    assert familiars.find(marks(0), "a")[0] == "a"
-    assert familiars.find(marks(1), "a")[0] is None
+        affinity.note(hashes(number), "a")
+    affinity.note(hashes(0), "a")
+    affinity.note(hashes(77), "a")
+    assert len(affinity) == 10
+    assert affinity.find(hashes(0), "a")[0] == "a"
+    assert affinity.find(hashes(1), "a")[0] is None

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from engine.client import request_stream
-from engine.client.client import RequestStream, StreamInbox
-from engine.client.request_stream import MOST_TAKEN, FlushTimer
+from engine.client.request_stream import MOST_TAKEN, FlushTimer, RequestStream, StreamInbox
 from engine.errors import StepFailed
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs

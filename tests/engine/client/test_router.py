@@ -35,45 +35,45 @@ async def together(engines: int = 3, **options: Any) -> AsyncIterator[EngineRout
         clients.append(EngineClient(InlineTransport(Engine(runner))))
         await clients[-1].start()
         await clients[-1].ready(10)
-    group = EngineRouter(clients)
-    assert (await group.ready(10)).name == "fake"
+    router = EngineRouter(clients)
+    assert (await router.ready(10)).name == "fake"
     try:
-        yield group
+        yield router
     finally:
         for client in clients:
             await client.close()
 
 
-def ask(group: EngineRouter, text: str, **fields: Any) -> RequestStream:
+def ask(router: EngineRouter, text: str, **fields: Any) -> RequestStream:
     count = fields.pop("max_tokens", 3)
     sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     request = Request(
-        id=group.new_id(),
+        id=router.new_id(),
         prompt=pack_ids(text.encode()),
         sampling=sampling,
         owner="alice",
         timeout=60.0,
         **fields,
     )
-    return group.submit(request)
+    return router.submit(request)
 
 
-def rank_of(group: EngineRouter, delivery: RequestStream) -> int:
-    (rank,) = (rank for rank, one in enumerate(group.clients) if one.has(delivery.id))
+def rank_of(router: EngineRouter, stream: RequestStream) -> int:
+    (rank,) = (rank for rank, one in enumerate(router.clients) if one.has(stream.id))
     return rank
 
 
-async def end(delivery: RequestStream) -> Finished:
+async def end(stream: RequestStream) -> Finished:
     tokens: list[int] = []
-    async for update in delivery:
+    async for update in stream:
         tokens += update.tokens
         if update.finished is not None:
             return update.finished
     raise AssertionError
 
 
-async def keep(group: EngineRouter, id: str, text: str = "abc") -> None:
-    await end(ask(group, text, max_tokens=0, keep=KeepState(id=id), stream=False))
+async def keep(router: EngineRouter, id: str, text: str = "abc") -> None:
+    await end(ask(router, text, max_tokens=0, keep=KeepState(id=id), stream=False))
 
 
 def ids_of(rank: int, engines: int = 3, count: int = 2) -> list[str]:
@@ -83,172 +83,173 @@ def ids_of(rank: int, engines: int = 3, count: int = 2) -> list[str]:
 
 
 async def test_requests_are_spread_and_all_are_answered() -> None:
-    async with together(slots=8, step_seconds=0.002) as group:
-        asked = [ask(group, f"{number} abc", max_tokens=20) for number in range(24)]
+    async with together(slots=8, step_seconds=0.002) as router:
+        asked = [ask(router, f"{number} abc", max_tokens=20) for number in range(24)]
         assert len({one.id for one in asked}) == 24
-        loads = [client.in_flight for client in group.clients]
+        loads = [client.in_flight for client in router.clients]
         assert max(loads) - min(loads) <= 1
-        assert group.in_flight == 24 and group.slots == 24
+        assert router.in_flight == 24 and router.slots == 24
         finished = await asyncio.gather(*(end(one) for one in asked))
         assert [one.completion_tokens for one in finished] == [20] * 24
-        assert group.in_flight == 0
+        assert router.in_flight == 0
 
 
 async def test_turns_of_a_conversation_go_where_the_last_one_was_read() -> None:
-    async with together(slots=16, share_slots=64) as group:
+    async with together(slots=16, share_slots=64) as router:
         ranks, texts = {}, {name: name * 64 for name in "abcdef"}
         for turn in range(6):
             for name in texts:  # one after the other: nobody has anything to do
-                asked = ask(group, texts[name], cache_points=(len(texts[name]),))
-                assert ranks.setdefault(name, rank_of(group, asked)) == rank_of(group, asked)
+                asked = ask(router, texts[name], cache_points=(len(texts[name]),))
+                assert ranks.setdefault(name, rank_of(router, asked)) == rank_of(router, asked)
                 finished = await end(asked)
                 assert finished.cached_tokens >= (len(texts[name]) - 40 if turn else 0)
                 texts[name] += f" {turn}" * 20
 
 
 async def test_conversations_begin_where_there_is_the_least_to_do() -> None:
-    async with together(slots=16, step_seconds=0.01) as group:
+    async with together(slots=16, step_seconds=0.01) as router:
         for count in range(1, 4):
-            ends = [rank_of(group, ask(group, "ab" * count, max_tokens=500)) for _ in range(3)]
+            ends = [rank_of(router, ask(router, "ab" * count, max_tokens=500)) for _ in range(3)]
             assert sorted(ends) == [0, 1, 2]
 
 
 async def test_who_has_read_much_of_a_prompt_may_have_more_to_do() -> None:
-    async with together(slots=32, step_seconds=0.01) as group:
+    async with together(slots=32, step_seconds=0.01) as router:
         for length, more in ((128, 0), (512, 1), (100_000, 3)):
             text = chr(length % 91 + 33) * length
-            first = rank_of(group, asked := ask(group, text, max_tokens=100_000))
+            first = rank_of(router, asked := ask(router, text, max_tokens=100_000))
             extra = 0
-            while rank_of(group, ask(group, text, max_tokens=100_000)) == first:
+            while rank_of(router, ask(router, text, max_tokens=100_000)) == first:
                 extra += 1
             assert extra == more
-            ids = [id for client in group.clients for id in client._deliveries]
-            group.abort(ids)
+            ids = [id for client in router.clients for id in client._streams]
+            router.abort(ids)
             async with asyncio.timeout(10):
-                while group.in_flight:
+                while router.in_flight:
                     await asyncio.sleep(0.01)
             assert asked.id in ids
 
 
 async def test_one_that_is_full_gets_nothing_while_others_have_slots() -> None:
-    async with together(2, slots=16, max_waiting=0, step_seconds=0.01) as group:
+    async with together(2, slots=16, max_waiting=0, step_seconds=0.01) as router:
         beginning = "x" * 64
-        first = rank_of(group, ask(group, f"{beginning} 0", max_tokens=500))
+        first = rank_of(router, ask(router, f"{beginning} 0", max_tokens=500))
         for number in range(1, 32):  # never refused
-            asked = ask(group, f"{beginning} {number}", max_tokens=500)
+            asked = ask(router, f"{beginning} {number}", max_tokens=500)
             await asked.next()
-            loads = [client.in_flight for client in group.clients]
+            loads = [client.in_flight for client in router.clients]
             assert max(loads) <= 16 and loads[first] <= loads[1 - first] + 2
 
 
-async def test_owners_and_salts_are_no_familiars() -> None:
-    async with together(slots=64, step_seconds=0.01) as group:
+async def test_prompts_of_other_owners_and_salts_have_nothing_in_common() -> None:
+    async with together(slots=64, step_seconds=0.01) as router:
         ranks = {
-            rank_of(group, ask(group, "x" * 64, max_tokens=500, cache_salt=f"{number}"))
+            rank_of(router, ask(router, "x" * 64, max_tokens=500, cache_salt=f"{number}"))
             for number in range(12)
         }
         assert len(ranks) > 1
 
 
 async def test_a_state_is_gone_on_from_where_it_is_kept() -> None:
-    async with together() as group:
+    async with together() as router:
         for rank in range(3):
             for id in ids_of(rank):
-                await keep(group, id)
-                asked = ask(group, "d", state=id)
-                assert rank_of(group, asked) == rank
+                await keep(router, id)
+                asked = ask(router, "d", state=id)
+                assert rank_of(router, asked) == rank
                 (update,) = [update async for update in asked if update.tokens][:1]
                 assert update.tokens[:1] == recite(b"abcd", 1)
-                assert (await group.ask_state("get", id=id, **ASK)).states[0].tokens == 3
-        listed = await group.ask_state("list", id="", limit=100, **ASK)
+                assert (await router.ask_state("get", id=id, **ASK)).states[0].tokens == 3
+        listed = await router.ask_state("list", id="", limit=100, **ASK)
         ids = sorted(id for rank in range(3) for id in ids_of(rank))
         assert [info.id for info in listed.states] == ids and not listed.more
-        first = await group.ask_state("list", id="", limit=4, **ASK)
+        first = await router.ask_state("list", id="", limit=4, **ASK)
         assert [info.id for info in first.states] == ids[:4] and first.more
-        rest = await group.ask_state("list", id=ids[3], limit=4, **ASK)
+        rest = await router.ask_state("list", id=ids[3], limit=4, **ASK)
         assert [info.id for info in rest.states] == ids[4:] and not rest.more
 
 
 async def test_new_ids_say_where_they_are_kept() -> None:
-    async with together() as group:
-        asked = [ask(group, f"{number}", keep=KeepState(), stream=False) for number in range(9)]
+    async with together() as router:
+        asked = [ask(router, f"{number}", keep=KeepState(), stream=False) for number in range(9)]
         for finished in await asyncio.gather(*(end(one) for one in asked)):
             assert finished.state is not None
-            info = (await group.ask_state("get", id=finished.state.id, **ASK)).states[0]
+            info = (await router.ask_state("get", id=finished.state.id, **ASK)).states[0]
             assert info.tokens == finished.state.tokens
-            forked = await group.ask_state("fork", id=info.id, target="", **ASK)
-            await group.ask_state("get", id=forked.states[0].id, **ASK)
+            forked = await router.ask_state("fork", id=info.id, target="", **ASK)
+            await router.ask_state("get", id=forked.states[0].id, **ASK)
 
 
 @pytest.mark.parametrize("action", ["fork", "move"])
 async def test_states_go_from_one_engine_to_another(action: Any) -> None:
-    async with together() as group:
+    async with together() as router:
         source, (target,) = ids_of(0)[0], ids_of(2, count=1)
-        await keep(group, source)
-        assert group.keeps_apart("alice", source, target)
-        assert not group.keeps_apart("alice", source, ids_of(0)[1])
-        reply = await group.ask_state(action, id=source, target=target, ttl=50.0, **ASK)
+        await keep(router, source)
+        assert router.keeps_apart("alice", source, target)
+        assert not router.keeps_apart("alice", source, ids_of(0)[1])
+        reply = await router.ask_state(action, id=source, target=target, ttl=50.0, **ASK)
         info = reply.states[0]
         assert (info.id, info.tokens, info.recent) == (target, 3, list(b"abc"))
         assert round(info.expires - info.created) == 50
-        asked = ask(group, "d", state=target)
-        assert rank_of(group, asked) == 2
+        asked = ask(router, "d", state=target)
+        assert rank_of(router, asked) == 2
         (update,) = [update async for update in asked if update.tokens][:1]
         assert update.tokens[:1] == recite(b"abcd", 1)
         if action == "fork":
-            await group.ask_state("get", id=source, **ASK)
+            await router.ask_state("get", id=source, **ASK)
         else:
             with pytest.raises(StateNotFound):
-                await group.ask_state("get", id=source, **ASK)
-        content = (await group.ask_state("export", id=target, **ASK)).content
+                await router.ask_state("get", id=source, **ASK)
+        content = (await router.ask_state("export", id=target, **ASK)).content
         for id in ("", source):
-            reply = await group.ask_state("import", content=content, target=id, **ASK)
-            assert (await group.ask_state("get", id=reply.states[0].id, **ASK)).states
+            reply = await router.ask_state("import", content=content, target=id, **ASK)
+            assert (await router.ask_state("get", id=reply.states[0].id, **ASK)).states
 
 
 async def test_a_state_whose_place_is_about_to_be_taken_does_not_move() -> None:
-    async with together(step_seconds=0.01) as group:
+    async with together(step_seconds=0.01) as router:
         source, (target,) = ids_of(0)[0], ids_of(1, count=1)
-        await keep(group, source)
-        turn = ask(group, "d", state=source, keep=KeepState(id=source), max_tokens=100_000)
+        await keep(router, source)
+        turn = ask(router, "d", state=source, keep=KeepState(id=source), max_tokens=100_000)
         await turn.next()
         with pytest.raises(StateBusy):
-            await group.ask_state("move", id=source, target=target, **ASK)
+            await router.ask_state("move", id=source, target=target, **ASK)
         with pytest.raises(StateNotFound):
-            await group.ask_state("get", id=target, **ASK)
-        group.abort([turn.id], "stop")
+            await router.ask_state("get", id=target, **ASK)
+        router.abort([turn.id], "stop")
         await end(turn)
 
 
 async def test_requests_are_ended_wherever_they_are() -> None:
-    async with together(slots=4, step_seconds=0.005) as group:
-        asked = [ask(group, f"{number}", max_tokens=10_000) for number in range(6)]
-        kept = ask(group, "abc", max_tokens=10_000, keep=KeepState(id=ids_of(1)[0]))
+    async with together(slots=4, step_seconds=0.005) as router:
+        asked = [ask(router, f"{number}", max_tokens=10_000) for number in range(6)]
+        kept = ask(router, "abc", max_tokens=10_000, keep=KeepState(id=ids_of(1)[0]))
         for one in (*asked, kept):
             await one.next()
-        group.abort([kept.id], "stop", [1])
+        router.abort([kept.id], "stop", [1])
         finished = await end(kept)
         assert finished.state is not None and finished.state.tokens == 4
-        group.abort([one.id for one in asked[:5]])
+        router.abort([one.id for one in asked[:5]])
         assert {(await end(one)).reason for one in asked[:5]} == {"abort"}
-        group.give_up(asked[5].id, EngineUnavailable("enough"))
+        router.give_up(asked[5].id, EngineUnavailable("enough"))
         with pytest.raises(EngineUnavailable, match="enough"):
             await end(asked[5])
-        assert group.in_flight == 0
+        assert router.in_flight == 0
 
 
 async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> None:
-    async with together() as group:
+    async with together() as router:
         mine, (theirs,) = ids_of(1), ids_of(2, count=1)
-        await keep(group, theirs)
-        await group.clients[1].close()
-        assert group.state == "ready"
-        await group.ping(10)
+        await keep(router, theirs)
+        await router.clients[1].close()
+        assert router.state == "ready"
+        await router.ping(10)
         for number in range(9):
-            assert rank_of(group, ask(group, f"{number}", max_tokens=1000)) != 1
+            assert rank_of(router, ask(router, f"{number}", max_tokens=1000)) != 1
         with pytest.raises(EngineLoading, match="is missing just now"):
-            ask(group, "d", state=mine[0])
-        left = EngineRouter([group.clients[0], None, group.clients[2]], waits=[0.0, 17.0, 0.0])
+            ask(router, "d", state=mine[0])
+        there = [router.clients[0], None, router.clients[2]]
+        left = EngineRouter(there, waits=[0.0, 17.0, 0.0], before=router)
         assert (await left.ready()).name == "fake" and left.slots == 16
         for missing in (
             left.ask_state("get", id=mine[0], **ASK),
@@ -282,9 +283,9 @@ class Hanging(EngineClient):
 
 
 async def test_nobody_waits_for_one_that_hangs() -> None:
-    async with together(2) as group:
+    async with together(2) as router:
         hanging = Hanging(InlineTransport(Engine(FakeRunner())))
-        beside = EngineRouter([hanging, *group.clients])
+        beside = EngineRouter([hanging, *router.clients], before=router)
         async with asyncio.timeout(5):
             assert (await beside.ready()).name == "fake"
             await beside.ping(60)
@@ -295,12 +296,46 @@ async def test_nobody_waits_for_one_that_hangs() -> None:
 
 
 async def test_engines_that_free_places_quicker_do_so_together() -> None:
-    async with together(slots=1, max_waiting=64, step_seconds=0.005) as group:
-        assert group.pace == 0
-        asked = [ask(group, f"{number}", max_tokens=4) for number in range(24)]
-        assert group.queued.of("alice")[0] == 24 and group.queued.owners == 1
+    async with together(slots=1, max_waiting=64, step_seconds=0.005) as router:
+        assert router.pace == 0
+        asked = [ask(router, f"{number}", max_tokens=4) for number in range(24)]
+        assert router.queued.of("alice")[0] == 24 and router.queued.owners == 1
         await asyncio.gather(*(end(one) for one in asked[:12]))
-        paces = [client.pace for client in group.clients]
+        paces = [client.pace for client in router.clients]
         assert min(paces) > 0
-        assert group.pace == pytest.approx(1 / sum(1 / pace for pace in paces))
+        assert router.pace == pytest.approx(1 / sum(1 / pace for pace in paces))
         await asyncio.gather(*(end(one) for one in asked[12:]))
+
+
+async def test_one_engine_is_asked_for_everything() -> None:
+    async with together(1, slots=4) as router:
+        (client,) = router.clients
+        await keep(router, "one")
+        asked = ask(router, "d" * 200, state="one", max_tokens=1000)
+        assert router.client_of(asked.id) is client and router.in_flight == 1
+        assert (router.slots, router.state) == (4, "ready")
+        assert router.queued.of("alice") == client.queued.of("alice")
+        assert router.most_of_one("alice", ["a", "b", "a"]) == 3
+        assert not router.keeps_apart("alice", "a", "b")
+        moved = await router.ask_state("fork", id="one", target="two", **ASK)
+        assert [info.id for info in moved.states] == ["two"]
+        listed = await router.ask_state("list", id="", limit=5, **ASK)
+        assert [info.id for info in listed.states] == ["one", "two"]
+        router.abort([asked.id])
+        assert (await end(asked)).reason == "abort"
+        await client.close()
+        with pytest.raises(EngineDead):  # and not that a state's engine is missing
+            ask(router, "d", state="one")
+        with pytest.raises(EngineDead):
+            await router.ask_state("get", id="one", **ASK)
+
+
+async def test_the_next_router_gives_ids_that_the_one_before_has_not() -> None:
+    async with together(2, slots=8, step_seconds=0.005) as router:
+        asked = [ask(router, f"{number}", max_tokens=10_000) for number in range(4)]
+        after = EngineRouter(router.clients, before=router)
+        asked += [ask(after, f"{number}", max_tokens=10_000) for number in range(4)]
+        asked.append(ask(router, "last", max_tokens=10_000))
+        assert len({one.id for one in asked}) == 9
+        after.abort([one.id for one in asked])
+        assert {(await end(one)).reason for one in asked} == {"abort"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.client.client import RequestStream, StreamInbox, Update
+from engine.client.request_stream import RequestStream, StreamInbox, Update
 from engine.errors import EngineDead
 from engine.protocol.events import Finished
 from engine.protocol.requests import Request

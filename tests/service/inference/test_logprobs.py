@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.models.loader import resolve
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs

@@ -34,6 +34,7 @@ class Together:
         self._count = count
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.left: list[int] = []
+        self.router: EngineRouter | None = None
 
     async def start(self, collect: Any) -> None:
         for client in self.clients:
@@ -44,8 +45,8 @@ class Together:
     def seat(self, *numbers: int | None) -> None:
         clients = [None if number is None else self.clients[number] for number in numbers]
         there = tuple(number for number in numbers if number is not None)
-        backend = EngineRouter(clients) if len(clients) > 1 else self.clients[there[0]]
-        self.events.put_nowait(Serving(backend, there))
+        self.router = EngineRouter(clients, before=self.router)
+        self.events.put_nowait(Serving(self.router, there))
 
     async def next(self) -> Event:
         return await self.events.get()
@@ -190,7 +191,7 @@ async def test_all_about_states_is_as_with_one_engine(byte_folder: Path, count: 
         expected = await conversation(service)
     async with together(byte_folder, count, **options) as (service, script):
         assert await conversation(service) == expected
-        assert all(client.rounds > 1 for client in script.clients)  # one greets
+        assert all(client.event_messages > 1 for client in script.clients)  # one greets
 
 
 async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
@@ -206,7 +207,7 @@ async def test_a_batch_is_shared_and_counted_whole(byte_folder: Path) -> None:
             if "index" in frame:
                 texts[frame["index"]] += frame.get("text", "")
         assert set(texts.values()) == {"bcdef"}
-        assert all(client.rounds > 1 for client in script.clients)  # one greets
+        assert all(client.event_messages > 1 for client in script.clients)  # one greets
         text = (await service.http.get("/metrics")).text
         for line in (
             "minserve_generation_tokens_total 120.0",

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.errors import EngineError, QueueFull, StepFailed
 from service.http.connection import Writer
 from service.inference.inference_request import Arrival, InferenceRequest, RenderTokens

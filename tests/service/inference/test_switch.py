@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.client.client import EngineClient
+from engine.client.router import EngineRouter
 from engine.engine import Engine
 from engine.errors import EngineDead
 from engine.inline import InlineTransport
@@ -71,7 +72,7 @@ class Script:
         self.clients.append(client)
         if dead:
             await client.close()
-        self.events.put_nowait(Serving(client, (len(self.clients) - 1,)))
+        self.events.put_nowait(Serving(EngineRouter([client]), (len(self.clients) - 1,)))
         return client
 
 

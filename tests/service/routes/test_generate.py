@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from service.inference.generation import Outcome
 from service.inference.inputs.sampling import _stop_strings
 from service.schemas.generate import GenerateRequest

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.client.client import Update
+from engine.client.request_stream import Update
 from engine.protocol.token_ids import unpack_ids
 from service.inference.inputs.continuations import Context
 from service.inference.output_text import OutputText
