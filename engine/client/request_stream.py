@@ -192,22 +192,8 @@ class RequestStream:
     """
 
     __slots__ = (
-        "_flush_timer",
-        "_inbox",
-        "_most",
-        "_over",
-        "_released",
-        "_reports",
-        "_rest",
-        "_waiter",
-        "error",
-        "id",
-        "interval",
-        "notified",
-        "on_finish",
-        "only_tokens",
-        "tokens",
-        "which",
+        "_flush_timer", "_inbox", "_most", "_over", "_released", "_reports", "_rest", "_waiter",
+        "error", "id", "interval", "notified", "on_finish", "only_tokens", "tokens", "which",
     )  # fmt: skip
 
     def __init__(

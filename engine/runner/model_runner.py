@@ -63,7 +63,7 @@ class _Samples(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What a round computes beside what its batch samples, in host memory once the device is
+    """What a step computes beside what its batch samples, in host memory once the device is
     done."""
 
     samples: list[_Samples]  # of all rows, in order

@@ -55,7 +55,7 @@ class Runtime:
         before: Runtime | None = None,
     ) -> Runtime:
         """What the model of these engines needs here; of the runtime `before` what it has in common
-        with that. Raises what `EngineClient.ready` raises, and CheckpointError for a tokenizer or
+        with that. Raises what `EngineBackend.ready` raises, and CheckpointError for a tokenizer or
         template that cannot be used."""
         info = await backend.ready()
         if before is None or not before.shares(backend):
