@@ -13,10 +13,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from loadtest.prompts import Prompts
 from loadtest.report import print_environment, save_json
+from loadtest.with_httpx import httpx
 
 
 async def _answer(client: httpx.AsyncClient, prompt: str, tokens: int) -> dict[str, Any]:

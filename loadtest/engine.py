@@ -38,6 +38,7 @@ from engine.config import CellName, DtypeName, EngineConfig
 from engine.device import available_memory, resolve_device, usable_cpus
 from engine.errors import EngineError
 from engine.models import loader
+from loadtest.extra import exit_without
 from loadtest.layers_timing import Budget
 from loadtest.lm_bars import checks
 from loadtest.lm_driving import load
@@ -113,6 +114,8 @@ def _count(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     options = _options()
     args = options.parse_args(argv)
+    if args.png is not None:
+        exit_without("matplotlib")
     try:
         device = resolve_device(args.device)
         with torch.no_grad():

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from engine import device as machine
+from loadtest.extra import exit_without
 from loadtest.operators.draws import measure_draws
 from loadtest.operators.fused import measure_fused
 from loadtest.operators.fused_cpu import measure_fused_cpu
@@ -88,6 +89,8 @@ def _options() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = _options()
     args = options.parse_args(argv)
+    if args.png is not None:
+        exit_without("matplotlib")
     device = torch.device(args.device)
     try:
         shapes = select(args.shapes, device, args.quick)

@@ -17,11 +17,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from loadtest.overload import load
 from loadtest.report import print_environment, print_table, save_json
 from loadtest.subject import Subject
+from loadtest.with_httpx import httpx
 
 
 def sums(url: str) -> dict[str, float]:

@@ -10,10 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
-
 from loadtest.prompts import Prompts
 from loadtest.report import print_environment, save_json
+from loadtest.with_httpx import httpx
 
 
 def resident_bytes(pid: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loadtest.extra import exit_without
 from service.terminal.bench.report import (
     environment,
     median,
@@ -112,6 +113,7 @@ def redraw(
     options.add_argument("figures", type=Path, help=f"a file that --json of {script} wrote")
     options.add_argument("--png", type=Path, required=True)
     args = options.parse_args(argv)
+    exit_without("matplotlib")
     draw(args.png, json.loads(args.figures.read_text()))
     return 0
 

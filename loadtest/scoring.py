@@ -9,12 +9,12 @@ import argparse
 import time
 from pathlib import Path
 
-import httpx
 import torch
 
 from engine.models.loader import load_model, resolve
 from engine.training.evaluation import carried_loss
 from loadtest.report import print_environment, save_json
+from loadtest.with_httpx import httpx
 
 ALLOWED = 1e-3  # nats per scored token
 

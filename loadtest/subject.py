@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import httpx
-
 from loadtest.served import free_port
+from loadtest.with_httpx import httpx
 
 START_SECONDS = 120.0
 RETURN_SECONDS = 30.0  # for slots to come back, or for a server to

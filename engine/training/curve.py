@@ -56,9 +56,15 @@ class Curve:
         self.path.write_text("".join(kept), encoding="utf-8")
 
 
-def draw(points: Sequence[Point], title: str, path: Path) -> None:
-    """Writes the curves as a PNG of about 50 kB, with the best test loss marked."""
-    import matplotlib
+def draw(points: Sequence[Point], title: str, path: Path) -> bool:
+    """Writes the curves as a PNG of about 50 kB, with the best test loss marked.
+
+    Returns False, and writes nothing, where matplotlib (the extra `train`) is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -88,3 +94,4 @@ def draw(points: Sequence[Point], title: str, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
+    return True

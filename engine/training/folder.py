@@ -28,24 +28,29 @@ class Result:
     best_step: int
     windows: Loss
     carried: Loss
+    has_picture: bool  # of the curve; False where matplotlib is not installed
 
 
 def write_checkpoint(trainer: Trainer) -> Result:
     """Writes config.json, model.safetensors and curve.png of a run that has ended, measures what
-    was written and removes the run's state file. Raises OSError."""
+    was written and removes the run's state file. An old curve.png goes where none can be drawn.
+    Raises OSError."""
     folder, recipe = trainer.folder, trainer.recipe
     config = dataclasses.replace(trainer.config, dtype=recipe.dtype)
     save_model(folder, trainer.best_model(), config, recipe.dtype)
     model, _ = load_model(folder, trainer.device, "float32")
     test = trainer.data.test
+    points, picture = trainer.curve.points(), folder / CURVE_IMAGE
+    drawn = draw(points, f"{config.cell}, {trainer.parameters:,} weights", picture)
+    if not drawn:
+        picture.unlink(missing_ok=True)
     result = Result(
         model=model,
         best_step=trainer.best.step if trainer.best else 0,
         windows=windows_loss(model, test, window=recipe.window, batch=recipe.batch),
         carried=carried_loss(model, test),
+        has_picture=drawn,
     )
-    points = trainer.curve.points()
-    draw(points, f"{config.cell}, {trainer.parameters:,} weights", folder / CURVE_IMAGE)
     (folder / FILE_NAME).unlink(missing_ok=True)
     return result
 
@@ -81,6 +86,7 @@ def write_readme(
             ("state carried through the whole test text", result.carried),
         )
     }
+    picture = f"![Training and test loss]({CURVE_IMAGE})\n\n" if result.has_picture else ""
     text = f"""# {trainer.folder.resolve().name}
 
 A {config.cell} language model of {data_name}, trained by minserve.
@@ -93,9 +99,7 @@ of the evaluations every {recipe.evaluate_every} steps.
 
 {_table(losses, "", "nats per token", "scored tokens")}
 
-![Training and test loss]({CURVE_IMAGE})
-
-## Shape
+{picture}## Shape
 
 {_table(shape)}
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from loadtest.frontend.board import Board
@@ -26,6 +25,7 @@ from loadtest.frontend.reader import KEY, Reading, Schedule, Target, get_ready, 
 from loadtest.frontend.ready import Sample
 from loadtest.report import percentile, print_environment, print_table, save_json
 from loadtest.served import free_port
+from loadtest.with_httpx import httpx
 
 FACTORY = "loadtest.frontend.mock:load"
 P50_BAR, P99_BAR = 0.003, 0.010  # seconds, of the steady pace

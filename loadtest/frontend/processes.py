@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
+from loadtest.with_httpx import httpx
 
 START_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1  # of Linux

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+from loadtest.with_httpx import httpx
 
 KEPT = 20  # answers that should not be, to be shown
 REASONS = {

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from loadtest.served import free_port
+from loadtest.with_httpx import httpx
 
 FOLDER = Path(__file__).resolve().parents[2] / "docker" / "prometheus"
 TARGET = "minserve:8000"  # whom prometheus.yml watches

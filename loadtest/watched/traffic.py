@@ -8,10 +8,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
-
 from loadtest.state.asker import Texts
 from loadtest.subject import Subject
+from loadtest.with_httpx import httpx
 
 SETTINGS: dict[str, Any] = {"max_slots": 4, "max_waiting": 4, "share_slots": 8}  # soon full
 USERS = 3  # of each kind

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from typer import Exit
 
 from engine.errors import ConfigError
-from engine.training.folder import write_checkpoint, write_readme
+from engine.training.folder import CURVE_IMAGE, write_checkpoint, write_readme
 from engine.training.sample import sample_ids
 from engine.training.state import FILE_NAME
 from engine.training.trainer import CURVE_FILE, Trainer
@@ -74,6 +74,10 @@ def write_results(
     """Writes the checkpoint and its README, with what the model says after the prompt (int64
     [tokens] on its device); returns how good it is, in a line."""
     result = write_checkpoint(trainer)
+    if not result.has_picture:
+        terminal.note(
+            f"without {CURVE_IMAGE}: matplotlib is not installed; pip install 'minserve[train]'"
+        )
     drawn = sample_ids(
         result.model, prompt_ids, SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=seed
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from service.terminal.bench.answers import Record
+from service.terminal.bench.extra import check_installed
 from service.terminal.bench.options import parser, share_of
 from service.terminal.bench.output import print_comparison, print_summary
 from service.terminal.bench.page import save_page
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.html and (args.compare or args.sweep):
             raise ValueError("--html reports a single run; leave it out")
+        if args.html:
+            check_installed("matplotlib")  # before the run, not after it
         if args.compare:
             print_comparison(*map(load, args.compare))
             return 0
