@@ -34,8 +34,9 @@ def minserve(*arguments: str | Path) -> Done:
 
 def test_the_server_and_convert_need_neither() -> None:
     done = without(
-        "import engine.models.convert, engine.worker, service.app.app, service.server.api_processes, "
-        "service.server.api_server, service.server.server, service.terminal.serve"
+        "import engine.models.convert, engine.worker, service.app.app, "
+        "service.server.api_processes, service.server.api_server, service.server.server, "
+        "service.terminal.serve"
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -77,13 +78,11 @@ def test_a_load_test_says_what_to_install(tool: str) -> None:
 
 
 def test_httpx_is_imported_where_its_lack_is_told() -> None:
-    files = [
-        path for name in ("loadtest", "service", "engine") for path in ROOT.glob(f"{name}/**/*.py")
-    ]
-    found = [
-        path for path in files if re.search(r"^\s*(import|from) httpx\b", path.read_text(), re.M)
-    ]
-    assert [path.relative_to(ROOT).as_posix() for path in found] == ["loadtest/with_httpx.py"]
+    packages = ("loadtest", "service", "engine")
+    sources = [path for package in packages for path in ROOT.glob(f"{package}/**/*.py")]
+    imports = re.compile(r"^\s*(import|from) httpx\b", re.MULTILINE)
+    found = [path for path in sources if imports.search(path.read_text(encoding="utf-8"))]
+    assert found == [ROOT / "loadtest" / "with_httpx.py"]
 
 
 @pytest.mark.parametrize("tool", ["report", "lm_plots"])
