@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Annotated, Any
 
 import msgspec
@@ -10,7 +9,6 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import TokenLogprobs
-from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
@@ -18,18 +16,14 @@ from service.http.json_response import JSONResponse, event, render
 from service.http.scope import REQUEST_ID
 from service.inference.generation import GenerationTask, Outcome, gather, stream
 from service.inference.inference_request import InferenceRequest
+from service.inference.inputs.common import COMMON, fields_of, read_common
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
-from service.inference.inputs.guided import constrained, field_of, read_grammar
 from service.inference.inputs.sampling import (
     check_count,
     check_model,
     check_same_most,
     check_top,
     read_messages,
-    read_priority,
-    read_stops,
-    read_timeout,
-    sampling_params,
 )
 from service.inference.inputs.states import check_points, read_use
 from service.inference.logprobs import LEAST_LOGPROB
@@ -49,7 +43,7 @@ router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 DEFAULT_TOKENS = 1024
 SAMPLING = (
     "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "seed",
 )  # fmt: skip
 
 
@@ -93,15 +87,14 @@ async def _tasks(
     n = body.n or 1
     check_count("n", n, settings.max_n, "samples of one conversation")
     flight.reserve(n)
-    timeout = read_timeout(body.timeout, settings)
-    priority = read_priority(body.priority, flight.least_priority)
-    params = _params(body, settings, info, runtime.chat.end_id)
-    grammar = await read_grammar(body, runtime, check, timeout, n)
-    params = constrained(params, grammar)
-    [stop] = await read_stops([body.stop], settings, runtime.tokenizer)
+    fields = _fields(body, settings, info)
+    [common] = await read_common(fields, 1, runtime, flight, check, times=n)
+    params, end_id = common.params, runtime.chat.end_id  # which ends a turn
+    if not (end_id is None or end_id in info.eos_token_ids or body.ignore_eos):
+        params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
     ids = await read_messages(body, body.messages, runtime.chat, info)
     salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
-    use = await read_use(salt, runtime, flight, timeout, "")
+    use = await read_use(salt, runtime, flight, common.timeout, "")
     check_points(use, len(ids))
     size = RequestSize("messages", settings)
     size.add_prompt(len(ids), n)
@@ -113,34 +106,27 @@ async def _tasks(
             ids,
             packed,
             msgspec.structs.replace(params, choice=choice),
-            stop,
-            timeout,
-            priority,
+            common.stop,
+            common.timeout,
+            common.priority,
             body.stream_interval or settings.stream_interval,
             shared=n > 1,
             use=use,
-            grammar_field=field_of(grammar),
+            grammar_field=common.grammar_field,
         )
         for choice in range(n)
     ]
 
 
-def _params(
-    body: ChatRequest, settings: Settings, info: ModelInfo, end_id: int | None
-) -> SamplingParams:
-    """Sampling parameters; `end_id` ends a turn, whatever tokens end the model's texts."""
-    values = {name: getattr(body, name) for name in SAMPLING}
-    values["seed"] = random.getrandbits(63) if body.seed is None else body.seed
-    values["max_tokens"] = body.max_completion_tokens or body.max_tokens
-    if values["max_tokens"] is None:
-        values["max_tokens"] = min(DEFAULT_TOKENS, settings.max_tokens)
+def _fields(body: ChatRequest, settings: Settings, info: ModelInfo) -> dict[str, list[Any]]:
+    """What `read_common` reads, with the names and defaults of chat."""
+    fields = fields_of(body, (*COMMON, *SAMPLING))
+    most = body.max_completion_tokens or body.max_tokens
+    fields["max_tokens"] = [min(DEFAULT_TOKENS, settings.max_tokens) if most is None else most]
     if body.logprobs:
-        values["logprobs"] = body.top_logprobs or 0
-        check_top("top_logprobs", values["logprobs"], settings, info)
-    params = sampling_params(values, settings, info)
-    if end_id is None or end_id in info.eos_token_ids or body.ignore_eos:
-        return params
-    return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
+        fields["logprobs"] = [body.top_logprobs or 0]
+        check_top("top_logprobs", body.top_logprobs or 0, settings, info)
+    return fields
 
 
 class _View(OpenAIView):

@@ -19,18 +19,14 @@ from service.http.json_response import TOKENS_AT_ONCE, JSONResponse, event, rend
 from service.http.scope import REQUEST_ID
 from service.inference.generation import GenerationTask, Outcome, choose, gather, stream
 from service.inference.inference_request import InferenceRequest
+from service.inference.inputs.common import COMMON, fields_of, read_common
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
-from service.inference.inputs.guided import constrained, field_of, read_grammar
 from service.inference.inputs.sampling import (
     check_count,
     check_model,
     check_same_most,
     end_of_text,
     read_beginning,
-    read_priority,
-    read_stops,
-    read_timeout,
-    sampling_params,
 )
 from service.inference.inputs.states import FIELDS as STATES
 from service.inference.inputs.states import check_points, kept_state, read_use
@@ -138,24 +134,22 @@ async def _tasks(
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n" if draws == n else "best_of", draws, settings.max_n, "samples of one prompt")
     flight.reserve(len(prompts) * draws)
-    timeout = read_timeout(body.timeout, settings)
-    priority = read_priority(body.priority, flight.least_priority)
-    values = {name: getattr(body, name) for name in SAMPLING}
+    fields = fields_of(body, (*COMMON, *SAMPLING))
     if body.max_tokens is None:
-        values["max_tokens"] = body.max_completion_tokens
+        fields["max_tokens"] = [body.max_completion_tokens]
     if draws > n and body.logprobs is None:
-        values["logprobs"] = 0  # to choose by
-    grammar = await read_grammar(body, runtime, check, timeout, len(prompts) * draws)
-    params = constrained(sampling_params(values, settings, info), grammar)
+        fields["logprobs"] = [0]  # to choose by
+    times = len(prompts) * draws
+    [common] = await read_common(fields, 1, runtime, flight, check, times=times)
+    params = common.params
     ends: frozenset[int] = frozenset()
     if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):
         params, ends = _with_ends(params, info)
-    [stop] = await read_stops([body.stop], settings, tokenizer)
     size = RequestSize("prompt", settings)
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
-        use = await read_use(states, runtime, flight, timeout, prompt)
+        use = await read_use(states, runtime, flight, common.timeout, prompt)
         ids = await read_beginning(
             prompt, name, tokenizer, info, use=use, parse_special=body.parse_special
         )
@@ -172,15 +166,15 @@ async def _tasks(
                     ids,
                     packed,
                     msgspec.structs.replace(params, seed=seed, choice=choice),
-                    stop,
-                    timeout,
-                    priority,
+                    common.stop,
+                    common.timeout,
+                    common.priority,
                     body.stream_interval or settings.stream_interval,
                     score_top=body.logprobs if body.echo else None,
                     shared=draws > 1,
                     ends=ends,
                     use=use,
-                    grammar_field=field_of(grammar),
+                    grammar_field=common.grammar_field,
                 )
             )
     return tasks

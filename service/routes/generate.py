@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from service.http.disconnect import unless_client_leaves
 from service.http.errors import invalid
@@ -16,17 +15,9 @@ from service.http.scope import REQUEST_ID
 from service.inference.event_template import HOLE, Template
 from service.inference.generation import GenerationTask, Outcome, gather, stream
 from service.inference.inference_request import InferenceRequest
+from service.inference.inputs.common import read_common
 from service.inference.inputs.grammar_check import RequestCheck, get_grammars
-from service.inference.inputs.guided import FIELDS, Wanted, constrained, field_of, read_grammars
-from service.inference.inputs.sampling import (
-    check_count,
-    check_model,
-    read_priority,
-    read_prompt,
-    read_stops,
-    read_timeout,
-    sampling_params,
-)
+from service.inference.inputs.sampling import check_count, check_model, read_prompt
 from service.inference.inputs.states import FIELDS as STATES
 from service.inference.inputs.states import NO_STATES, check_points, kept_state, read_use
 from service.inference.logprobs import LogprobArrays
@@ -37,15 +28,12 @@ from service.inference.sse import EventStream, error_body, render_each
 from service.routes.base import InferenceRoute, get_flight
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
-from service.text.stop import StopStrings
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
 ONE_FOR_ALL = {"prompts", "model", "parse_special", "stream", "stream_interval"}
 PER_PROMPT = GenerateRequest.model_fields.keys() - ONE_FOR_ALL
-STRUCTURED = PER_PROMPT.intersection(FIELDS)
 LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists: see PerPromptList
-SAMPLING = PER_PROMPT - {"stop", "timeout", "priority", *STRUCTURED, *STATES}
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
@@ -94,46 +82,27 @@ async def _tasks(
         for name in given
         if (value := getattr(body, name)) is not None
     }
-    nothing: list[Any] = [None] * count
-    stops: list[StopStrings | None] = nothing
-    if "stop" in columns:
-        stops = await read_stops(columns["stop"], settings, tokenizer)
-    timeouts = [read_timeout(one, settings) for one in columns.get("timeout", nothing)]
-    priorities = columns.get("priority", nothing)
-    sampling = [name for name in columns if name in SAMPLING]
-    states = [name for name in columns if name in STATES]
-    structured = [name for name in columns if name in STRUCTURED]
+    states = {name: columns.pop(name) for name in STATES if name in columns}
     if states:
-        sessions = [one for one in columns.get("session_id", nothing) if one is not None]
+        sessions = [one for one in states.get("session_id", ()) if one is not None]
         if len(set(sessions)) < len(sessions):
             raise invalid(
                 "session_id", "names one session for several prompts; allowed: one turn each"
             )
-    grammars: list[Wanted | None] = nothing
-    if structured:
-        fields = [{name: columns[name][i] for name in structured} for i in range(count)]
-        grammars = await read_grammars(
-            fields, runtime, check, timeouts, lambda i, it: _path(body, it, i)
-        )
+    common = await read_common(
+        columns, count, runtime, flight, check, name=lambda i, field: _path(body, field, i)
+    )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
-    made: dict[tuple[int, ...], SamplingParams] = {}  # by the very values: they are often the same
     use = NO_STATES
     tasks = []
     for i, prompt in enumerate(body.prompts):
-        values = {name: columns[name][i] for name in sampling}
-        same = (*map(id, values.values()), id(grammars[i]))
-        params = made.get(same)
-        if params is None:
-            params = constrained(sampling_params(values, settings, info), grammars[i])
-            if values.get("seed") is not None:  # else each has one of its own
-                made[same] = params
-        timeout = timeouts[i]
-        priority = read_priority(priorities[i], flight.least_priority)
+        asked = common[i]
+        params = asked.params
         if states:
-            wanted = {name: columns[name][i] for name in states}
+            wanted = {name: values[i] for name, values in states.items()}
             path = partial(_path, body, i=i)
-            use = await read_use(wanted, runtime, flight, timeout, prompt, path)
+            use = await read_use(wanted, runtime, flight, asked.timeout, prompt, path)
         ids = await read_prompt(
             prompt,
             f"prompts[{i}]",
@@ -153,12 +122,12 @@ async def _tasks(
                 ids,
                 pack_ids(ids),
                 params,
-                stops[i],
-                timeout,
-                priority,
+                asked.stop,
+                asked.timeout,
+                asked.priority,
                 interval,
                 use=use,
-                grammar_field=field_of(grammars[i]),
+                grammar_field=asked.grammar_field,
             )
         )
     return tasks

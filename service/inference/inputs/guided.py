@@ -92,15 +92,6 @@ async def read_grammars(
     ]
 
 
-async def read_grammar(
-    body: Any, runtime: Runtime, check: RequestCheck, timeout: float, times: int
-) -> Wanted | None:
-    """The one grammar of a request whose model has FIELDS. Raises as `read_grammars`."""
-    fields = {field: getattr(body, field) for field in FIELDS}
-    [wanted] = await read_grammars([fields], runtime, check, [timeout], times=times)
-    return wanted
-
-
 def constrained(params: SamplingParams, wanted: Wanted | None) -> SamplingParams:
     """The parameters of a text that has to match. The engine, which ends requests that are late,
     must not compile what nobody has checked, nor draw what might not match."""
