@@ -3,13 +3,12 @@
 // Blocks stay and take tile after tile (tiles.cuh). In a block, kBlock threads compute: each copies
 // what it will itself read into shared memory ahead of time and folds a short run of time; the
 // runs' aggregates are folded through shared memory in a fixed order; the tile's aggregate is
-// published, the carry into it is found from the words of earlier tiles (lookback.cuh) and spread to
-// the runs, and the outputs are written. Forward cells keep (a, b) from the fold to the output;
+// published, the carry into it is found from the words of earlier tiles (lookback.cuh) and spread
+// to the runs, and the outputs are written. Forward cells keep (a, b) from the fold to the output;
 // backward cells, which need their inputs a second time, leave them in shared memory and compute
 // again. One more warp, which holds no elements, takes the tiles.
 //
-// What is done while a tile's carry is on its way differs: schedule_next_tile.cuh folds the next tile first,
-// schedule_same_tile.cuh waits.
+// What is done while a tile's carry is on its way depends on the schedule: tile_loop.cuh.
 //
 // Lengths, slots and padding are found on the device, so a launch depends on tensor shapes alone
 // and can be captured. Source of the recurrences: the cells.
@@ -23,7 +22,7 @@
 namespace minserve {
 namespace cuda {
 
-// What both ways have in common.
+// What both schedules have in common.
 template <template <class> class CellOf, class O, class T, bool kAligned>
 struct TileScan {
   using Memory = TileMemory<CellOf, O, T, kAligned>;
@@ -32,7 +31,7 @@ struct TileScan {
   using G = typename Memory::G;
   using Shared = typename Memory::Shared;
   using Lane = typename Memory::Lane;
-  static constexpr bool kHeld = Memory::kHeld, kLag = Memory::kLag;
+  static constexpr bool kHeld = Memory::kHeld, kNextTile = Memory::kNextTile;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
   static constexpr int kThreads = kBlock + 32;  // one more warp takes the tiles
@@ -95,7 +94,7 @@ struct TileScan {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) a[v] = sum[v].a, b[v] = sum[v].b;
     // Where carries lie in the place of aggregates, all must have read those of the last tile.
-    if (!kLag) barrier_sync<kBlock>(kComputing);
+    if (!kNextTile) barrier_sync<kBlock>(kComputing);
     store_values(&shared.a[lane.segment][lane.channel], a);
     store_values(&shared.b[lane.segment][lane.channel], b);
   }
@@ -116,7 +115,7 @@ struct TileScan {
       V in[Cell::kInputs][kVec], out[Cell::kOutputs][kVec];
       Affine<V> steps[kVec];
       if (!kHeld) Memory::read(args, tile, lane, shared, stage, k, in);
-      if constexpr (kLag) {
+      if constexpr (kNextTile) {
         Memory::unpark(shared, k, steps);
       } else if constexpr (Memory::kParked > 0) {
         if (k >= kInRegisters) Memory::unpark(shared, k - kInRegisters, steps);
@@ -129,8 +128,8 @@ struct TileScan {
           for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
         }
         const Affine<V> step = !kHeld ? Cell::affine(Memory::options(args), element)
-                               : kLag || k >= kInRegisters ? steps[v]
-                                                           : held[k < kInRegisters ? k : 0][v];
+                               : kNextTile || k >= kInRegisters ? steps[v]
+                                                                : held[k < kInRegisters ? k : 0][v];
         const V after = fmadd(step.a, h[v], step.b);
         Cell::outputs(Memory::options(args), element, h[v], after, result);
         h[v] = after;

@@ -41,7 +41,7 @@ std::int64_t tiles_of(const Layout& lay) {
 
 template <template <class> class CellOf, class O, class T, bool kAligned>
 void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
-  using Scan = TileWay<CellOf, O, T, kAligned>;
+  using Scan = TileLoop<CellOf, O, T, kAligned>;
   constexpr auto kernel = &tile_kernel<CellOf, O, T, kAligned>;
   const int stages = stages_for<Scan>();
   const int shared = Scan::Memory::shared_bytes(stages);
@@ -112,7 +112,7 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
       if constexpr (Cell::kPrevious < 0) {
         args.short_length = short_length(args);
         if (args.short_length >= 0) {  // whose states are aligned, so everything is
-          tiles_of<TileWay<CellOf, decltype(options), T, true>>(lay);
+          tiles_of<TileLoop<CellOf, decltype(options), T, true>>(lay);
           launch_short<CellOf, decltype(options), T>(args, options, stream);
         }
       }

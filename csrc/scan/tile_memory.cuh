@@ -10,6 +10,9 @@
 namespace minserve {
 namespace cuda {
 
+// When a tile's outputs are written: before the next tile is folded, or after (tile_loop.cuh).
+enum class TileSchedule { same_tile, next_tile };
+
 template <template <class> class CellOf, class O, class T, bool kAligned>
 struct TileMemory {
   using V = typename ComputeType<T>::type;
@@ -17,11 +20,10 @@ struct TileMemory {
   static constexpr bool kHeld = Cell::kPrevious < 0;
   using G = Geometry<T, Cell::kInputs, kHeld>;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
-  // Forward cells of wide types write a tile one turn after they folded it. For two-byte types,
-  // whose limit is the number of instructions, the way through shared memory costs more than the
-  // wait.
-  static constexpr bool kLag = kHeld && sizeof(T) > 2;
-  static constexpr int kParity = kLag ? 2 : 1;
+  static constexpr TileSchedule kSchedule =
+      kHeld && sizeof(T) > 2 ? TileSchedule::next_tile : TileSchedule::same_tile;
+  static constexpr bool kNextTile = kSchedule == TileSchedule::next_tile;
+  static constexpr int kParity = kNextTile ? 2 : 1;
   // Backward cells with room for two stages fetch a tile while the one before is still read.
   static constexpr int kMostStages = kHeld || G::kStageBytes > 49152 ? 1 : 2;
   static constexpr int kTiles = 4;
@@ -30,8 +32,10 @@ struct TileMemory {
   // The (a, b) of these rows of a thread's run wait for the carry in registers, those of the others
   // in shared memory, where each thread finds its own again: all of them where the next tile's take
   // their place.
-  static constexpr int kInRegisters = !kHeld ? 1 : kLag || kRun * kVec <= 32 ? kRun : 32 / kVec;
-  static constexpr int kParked = kLag ? kRun : kHeld ? kRun - kInRegisters : 0;
+  static constexpr int kInRegisters = !kHeld                           ? 1
+                                      : kNextTile || kRun * kVec <= 32 ? kRun
+                                                                       : 32 / kVec;
+  static constexpr int kParked = kNextTile ? kRun : kHeld ? kRun - kInRegisters : 0;
   static constexpr int kParkedPacks = 2 * kVec * static_cast<int>(sizeof(V)) / 16;
 
   // Lines of global memory that are copied across lines of shared memory take a seventh longer.
@@ -42,14 +46,14 @@ struct TileMemory {
   struct Parking {
     alignas(kLine) uint4 parked[kParked > 0 ? kParked : 1][kParkedPacks][kBlock];
   };
-  struct Lagging {
+  struct OfNextTile {
     PerRun entry;                                          // carries into the segments
     V total_a[2][G::kChannels], total_b[2][G::kChannels];  // aggregates of tiles
   };
   struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
-                  std::conditional_t<kLag, Lagging, Nothing<1>> {
+                  std::conditional_t<kNextTile, OfNextTile, Nothing<1>> {
     PerRun a, b;  // aggregates of the segments
-    // Of two tiles, by the parity of their turns, where they lag.
+    // Of two tiles, by the parity of their turns, with next_tile.
     V group_a[kParity][G::kGroups][G::kChannels];
     V group_b[kParity][G::kGroups][G::kChannels];
     // Of two tiles, by the parity of their turns.
@@ -59,9 +63,9 @@ struct TileMemory {
     // At the end, so that a launch may do with fewer.
     alignas(kLine) uint4 stage[kMostStages][Cell::kInputs][kRun][kBlock];
 
-    // Where the carries into the segments lie: without lag, in the place of b.
+    // Where the carries into the segments lie: with same_tile, in the place of b.
     __device__ __forceinline__ PerRun& entries() {
-      if constexpr (kLag) {
+      if constexpr (kNextTile) {
         return this->entry;
       } else {
         return b;

@@ -5,7 +5,8 @@
 // whose tiles differ most. The outputs and states of every schedule and number of blocks must be
 // equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
 // end, with the state carried; the values must be those of a plain serial loop in doubles. With
-// --short N sequences of up to N positions are left to csrc/scan/short_sequences.cuh, but for those alone.
+// --short N sequences of up to N positions are left to csrc/scan/short_sequences.cuh, but for those
+// alone.
 #include "cases.h"
 
 #include "scan/short_sequences.cuh"
@@ -25,7 +26,7 @@ struct Case {
 
 template <template <class> class CellOf, class T, bool kAligned>
 class Driver {
-  using Scan = cuda::TileWay<CellOf, cuda::UsualOptions, T, kAligned>;
+  using Scan = cuda::TileLoop<CellOf, cuda::UsualOptions, T, kAligned>;
   using V = typename Scan::V;
   using Cell = CellOf<V>;
   static constexpr int kInputs = Cell::kInputs, kOutputs = Cell::kOutputs;

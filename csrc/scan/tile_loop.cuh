@@ -1,9 +1,14 @@
-// Tiles finished in the turn in which they were folded: for two-byte types, whose limit is the
-// number of instructions, so that the way of (a, b) through shared memory would cost more than the
-// wait, and for backward cells, which keep their inputs until then.
+// A block's loop over its tiles, in one of two schedules.
 //
-// The computing threads have nothing else to do while a carry is on its way, so they look for it
-// themselves, all at once. The warp that takes the tiles only looks whether it is there early.
+// same_tile: a tile is finished in the turn in which it was folded. For two-byte types, whose limit
+// is the number of instructions, so that the way of (a, b) through shared memory would cost more
+// than the wait; and for backward cells, which keep their inputs until then. The computing threads
+// have nothing else to do while a carry is on its way, so they look for it themselves, all at once;
+// the warp that takes the tiles only looks whether it is there early.
+//
+// next_tile: a tile is written after the next one has been folded, so that its carry has all that
+// time to arrive. For four- and eight-byte forward scans. The warp that takes the tiles finds the
+// carries meanwhile.
 #pragma once
 
 #include "scan.cuh"
@@ -12,7 +17,7 @@ namespace minserve {
 namespace cuda {
 
 template <template <class> class CellOf, class O, class T, bool kAligned>
-struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
+struct TileLoop : TileScan<CellOf, O, T, kAligned> {
   using Scan = TileScan<CellOf, O, T, kAligned>;
   using Memory = typename Scan::Memory;
   using V = typename Scan::V;
@@ -20,17 +25,22 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
   using Shared = typename Scan::Shared;
   using Lane = typename Scan::Lane;
   using Segments = typename Scan::Segments;
-  static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
+  static constexpr bool kNextTile = Memory::kSchedule == TileSchedule::next_tile;
   static constexpr bool kHeld = Scan::kHeld;
+  static constexpr int kBlock = Scan::kBlock, kTiles = Memory::kTiles, kVec = Scan::kVec;
   static constexpr int kThreads = Scan::kThreads;
-  static constexpr int kMinBlocks = Scan::blocks_at_once(kBlock == 256 || !kHeld ? 2 : 3);
-  // At kFolded the next tile is known too.
+  static constexpr int kMinBlocks =
+      Scan::blocks_at_once(!kNextTile && (kBlock == 256 || !kHeld) ? 2 : 3);
+  // At kFolded the next tile is known too, and with next_tile the carry into the tile before; there
+  // it also comes once when there is no more tile.
   static constexpr int kComputing = Scan::kComputing, kTaken = Scan::kTaken;
   static constexpr int kStarted = Scan::kStarted, kFolded = Scan::kFolded;
 
-  // Each group of threads looks at the words of some chunks: more in all would crowd out what the
-  // registers hold.
-  static constexpr int kWords = G::kGroups < 8 ? 12 / G::kGroups : 1;
+  // Chunks whose words are looked at together. next_tile: as many as stay in registers. same_tile:
+  // by each group of threads; more in all would crowd out what the registers hold.
+  static constexpr int kWords = kNextTile        ? (sizeof(V) == 8 ? 4 : 16)
+                                : G::kGroups < 8 ? 12 / G::kGroups
+                                                 : 1;
   using Words = Window<V, kWords>;
   // When the words of the chunks before are loaded early, in halves of a round (see within()): a
   // wide block's rounds are longer, and its registers fewer.
@@ -38,16 +48,125 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
                                              Shared& shared, int stages) {
-    if (threadIdx.x < kBlock) {
-      compute(args, shared, Memory::kMostStages == 2 && stages == 2);
-    } else {
+    if (threadIdx.x >= kBlock) {
       take_tiles(args, shared_tickets, shared);
+    } else if constexpr (kNextTile) {
+      compute_next_tile(args, shared);
+    } else {
+      compute_same_tile(args, shared, Memory::kMostStages == 2 && stages == 2);
     }
   }
 
+  // The second tile is taken only when the first has arrived in shared memory, or blocks that start
+  // later would find their predecessors queued behind other work.
+  static __device__ __forceinline__ void take_tiles(const ScanArgs& args,
+                                                    Tickets::Shared* shared_tickets,
+                                                    Shared& shared) {
+    const Order order(args, reinterpret_cast<int2*>(shared.a));
+    words_cleared();
+    Tickets tickets(shared_tickets, order.places() > 0, !kNextTile && long_and_few(args.layout));
+    Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
+    barrier_sync<kThreads>(kTaken);
+    for (int n = 0;; ++n) {
+      const Tile& tile = shared.tiles[n % kTiles];
+      if (tile.sequence < 0) break;
+      if (n == 0) barrier_sync<kThreads>(kStarted);
+      Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
+      if constexpr (kNextTile) {
+        find_carry(args, tile, shared, n);
+      } else {
+        if (tile.slot >= 0) look_early(args, tile, shared, n);
+        barrier_sync<kThreads>(kFolded);
+      }
+    }
+    if (kNextTile) barrier_sync<kThreads>(kFolded);
+  }
+
+  // --- next_tile
+
+  static __device__ __forceinline__ void compute_next_tile(const ScanArgs& args, Shared& shared) {
+    const Lane lane;
+    Segments now, earlier;
+    barrier_sync<kThreads>(kTaken);
+    Memory::fetch(args, shared.tiles[0], lane, shared, 0);
+    for (int n = 0;; ++n) {
+      const Tile& tile = shared.tiles[n % kTiles];
+      const bool more = tile.sequence >= 0, scans = more && tile.slot >= 0;
+      typename Scan::Held held;
+      if (more) {
+        wait_for_copies();
+        if (n == 0) barrier_sync<kThreads>(kStarted);
+        if (scans) {
+          Scan::fold_tile(args, tile, lane, shared, 0, held);
+          const Affine<V> total = Scan::fold_groups(shared, n, now);
+          if (Scan::group_of_thread() == 0) {
+            const int channel = Scan::channel_of_thread();
+            shared.total_a[n % 2][channel] = total.a;
+            shared.total_b[n % 2][channel] = total.b;
+            Scan::publish_aggregate(args, tile, channel, total);
+          }
+        } else {
+          Memory::zero(args, tile, lane);
+        }
+        barrier_sync<kThreads>(kFolded);
+        Memory::fetch(args, shared.tiles[(n + 1) % kTiles], lane, shared, 0);
+      } else {
+        barrier_sync<kThreads>(kFolded);
+      }
+      const Tile& before = shared.tiles[(n + kTiles - 1) % kTiles];
+      if (n > 0 && before.slot >= 0) {
+        V h[kVec];
+        Scan::spread_carry(lane, shared, n - 1, earlier, h);
+        Scan::write_run(args, before, lane, shared, 0, held, h);
+      }
+      if (!more) return;
+      if (scans) {
+        earlier = now;
+#pragma unroll
+        for (int k = 0; k < Scan::kRun; ++k) Memory::park(shared, k, held[k]);
+      }
+    }
+  }
+
+  // By the warp that takes the tiles, a lane for each channel; meets the others at kFolded.
+  static __device__ __forceinline__ void find_carry(const ScanArgs& args, const Tile& tile,
+                                                    Shared& shared, int turn) {
+    static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
+    const int channel = static_cast<int>(threadIdx.x) - kBlock;
+    const std::int64_t step = Scan::word_step(args);
+    const bool real =
+        channel < G::kChannels && tile.slot >= 0 && tile.channel + channel < args.layout.channels;
+    char* const own = Scan::word_of(args, tile, channel);
+    bool found = !real;
+    V carry = V(0);
+    if (real && tile.chunk == 0) {
+      carry = Scan::initial_of(args, tile, channel);
+      found = true;
+    } else if (real && tile.distance >= 2 * static_cast<int>(gridDim.x)) {
+      const Word<V> word = Word<V>::load(own - step);  // long ago, so it may well be a carry
+      carry = word.b;
+      found = word.is_carry();
+    }
+    barrier_sync<kThreads>(kFolded);
+    const V a = real ? shared.total_a[turn % 2][channel] : V(1);
+    const V b = real ? shared.total_b[turn % 2][channel] : V(0);
+    // Looking any earlier would only keep the words' cache lines busy.
+    if (!found) {
+      Words words;
+      words.load(own, step, tile.chunk, 0);
+      carry = look_back(words, own, step, tile.chunk);
+    }
+    if (real) {
+      Scan::publish_carry(args, tile, channel, fmadd(a, carry, b));
+      shared.carry[turn % 2][channel] = carry;
+    }
+  }
+
+  // --- same_tile
+
   // two_stages: there is room for the next tile's inputs beside those that are still read.
-  static __device__ __forceinline__ void compute(const ScanArgs& args, Shared& shared,
-                                                 bool two_stages) {
+  static __device__ __forceinline__ void compute_same_tile(const ScanArgs& args, Shared& shared,
+                                                           bool two_stages) {
     const Lane lane;
     const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
     barrier_sync<kThreads>(kTaken);
@@ -123,26 +242,6 @@ struct ImmediateScan : TileScan<CellOf, O, T, kAligned> {
       if (group == g && real) carry = words.fold(carry);
     }
     barrier_sync<kBlock>(kComputing);
-  }
-
-  // The second tile is taken only when the first has arrived in shared memory, or blocks that start
-  // later would find their predecessors queued behind other work.
-  static __device__ __forceinline__ void take_tiles(const ScanArgs& args,
-                                                    Tickets::Shared* shared_tickets,
-                                                    Shared& shared) {
-    const Order order(args, reinterpret_cast<int2*>(shared.a));
-    words_cleared();
-    Tickets tickets(shared_tickets, order.places() > 0, long_and_few(args.layout));
-    Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
-    barrier_sync<kThreads>(kTaken);
-    for (int n = 0;; ++n) {
-      const Tile& tile = shared.tiles[n % kTiles];
-      if (tile.sequence < 0) return;
-      if (n == 0) barrier_sync<kThreads>(kStarted);
-      Scan::find_tile_into(shared.tiles[(n + 1) % kTiles], args, order, tickets.next(), tickets);
-      if (tile.slot >= 0) look_early(args, tile, shared, n);
-      barrier_sync<kThreads>(kFolded);
-    }
   }
 
   // Where all blocks work on neighbouring chunks, tiles held back cost more than blocks that run
