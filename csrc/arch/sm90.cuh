@@ -1,5 +1,5 @@
-// What Hopper (sm_90a) has for matrix products: copies of boxes by the copy engine, barriers in
-// shared memory that count bytes, clusters of blocks, products of whole warpgroups.
+// What Hopper (sm_90a) has for matrix products: TMA, mbarriers, thread-block clusters, wgmma.
+// Functions that are one instruction are called after it.
 #pragma once
 
 #include <cuda.h>
@@ -22,13 +22,13 @@ __device__ __forceinline__ std::uint32_t keep_in_register(std::uint32_t address)
   return address;
 }
 
-// --- barriers in shared memory
+// --- mbarriers: barriers in shared memory that count arrivals and bytes
 
 __device__ __forceinline__ void mbarrier_init(std::uint64_t& barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
 }
-// Makes initialised barriers known to the copy engine and to the cluster.
+// Makes initialised mbarriers known to TMA and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -72,9 +72,10 @@ __device__ __forceinline__ bool mbarrier_test_wait(std::uint64_t& barrier, unsig
   return mbarrier_test_wait(shared_address(&barrier), parity);
 }
 
-// --- the copy engine
+// --- TMA: bulk copies between global and shared memory (cp.async.bulk)
 
-// A box of `map` whose first element is at (column, row), to shared memory; `barrier` counts bytes.
+// A tile of `map` whose first element is at (column, row), to shared memory; `barrier` counts
+// bytes.
 __device__ __forceinline__ void tma_load_tile(std::uint32_t to, const CUtensorMap& map, int column,
                                               int row, std::uint32_t barrier) {
   asm volatile(
@@ -92,7 +93,7 @@ __device__ __forceinline__ void tma_load_bytes(void* to, const void* from, unsig
       "l"(from), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
 }
-// From shared memory to a box of `map`; what lies outside the matrix is left out.
+// From shared memory to a tile of `map`; what lies outside the matrix is left out.
 __device__ __forceinline__ void tma_store_tile(const CUtensorMap& map, int column, int row,
                                                const void* from) {
   asm volatile(
@@ -145,7 +146,8 @@ class RingAddresses {
   std::uint32_t full_, empty_, stages_;
 };
 
-// A place in a ring.
+// A stage of a ring, and how often the ring has been gone round: the parity of `round` is that of
+// the stage's mbarriers (CUTLASS: PipelineState).
 template <int kStages>
 struct PipelineState {
   int slot = 0, round = 0;
@@ -172,19 +174,20 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(unsigned rank, std::uin
                    address_in_block(shared_address(&barrier), rank))
                : "memory");
 }
-// Makes what this thread wrote to shared memory visible to the copy engine.
+// Makes what this thread wrote to shared memory visible to TMA.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- threads of a block
+// --- named barriers and registers
 
-// `threads` of them, whole warps, meet at one of the barriers 1 to 15.
+// Of `threads`, whole warps, at one of the barriers 1 to 15.
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// All warps of a warpgroup change the number of registers that each of its threads has.
+// All warps of a warpgroup change the number of registers that each of its threads has: producers
+// give some away (dec) that consumers take (inc).
 template <int kCount>
 __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -194,9 +197,9 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Four squares of 8 x 8 two-byte numbers, turned: thread t gives the address of row t % 8 of square
-// t / 8 in shared memory, and has in each word two neighbours of a column: row 2 (t % 4) in its low
-// half, of column t / 4.
+// Four squares of 8 x 8 two-byte numbers, transposed: thread t gives the address of row t % 8 of
+// square t / 8 in shared memory, and has in each word two neighbours of a column: row 2 (t % 4) in
+// its low half, of column t / 4.
 __device__ __forceinline__ void store_transposed(std::uint32_t address,
                                                  const unsigned (&words)[4]) {
   asm volatile(
@@ -211,7 +214,7 @@ __device__ __forceinline__ void load_transposed(std::uint32_t address, unsigned 
                : "memory");
 }
 
-// --- products of warpgroups
+// --- wgmma: products of warpgroups
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -236,11 +239,19 @@ __device__ __forceinline__ std::uint32_t warp_uniform(std::uint32_t x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-// A tile in shared memory whose rows are 128 bytes of inputs, swizzled as tma_load_tile() leaves
-// them (PTX ISA, "Matrix descriptor"): rows in groups of 8, which lie 1,024 bytes apart.
+// The matrix descriptor of a tile in shared memory whose rows are 128 bytes of inputs (K-major) as
+// tma_load_tile() leaves them with CU_TENSOR_MAP_SWIZZLE_128B; the tile begins at a multiple of
+// 1,024 bytes. Fields, by the PTX ISA's table "Matrix descriptor layout" of wgmma; addresses
+// and offsets are in units of 16 bytes:
+//   bits  0-13  start address
+//   bits 16-29  leading dimension byte offset: not used by swizzled K-major layouts; 1
+//   bits 32-45  stride dimension byte offset: from eight rows to the next eight, 1,024 bytes; 64
+//   bits 49-51  base offset: 0, for tiles begin where the swizzle's pattern does
+//   bits 62-63  swizzle mode: 1 is that of 128 bytes
+// The next 16 inputs, 32 bytes on, are described by the descriptor plus 2.
 __device__ __forceinline__ std::uint64_t smem_descriptor(std::uint32_t address) {
-  const std::uint64_t place = (address & 0x3ffffu) >> 4;
-  return place | (1ull << 16) | (64ull << 32) | (1ull << 62);
+  const std::uint64_t start = (address & 0x3ffffu) >> 4;
+  return start | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
 }  // namespace cuda

@@ -1,4 +1,5 @@
-// The launch of a clustered step: as few sequences for each cluster as all clusters together allow.
+// The launch of a cluster decode step: as few sequences for each cluster as all clusters together
+// allow.
 #include "cluster_launch.cuh"
 #include "kernel.cuh"
 #include "launch.h"

@@ -1,4 +1,4 @@
-// What the kernel of a clustered step gives to its operator.
+// What the kernel of a cluster decode step gives to its operator.
 #pragma once
 
 #include "args.h"

@@ -1,4 +1,4 @@
-// Which models a clustered decode step takes, for builds of every kind.
+// Which models a cluster decode step takes, for builds of every kind.
 #include "../core/operators.h"
 #include "args.h"
 

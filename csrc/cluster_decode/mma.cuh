@@ -28,7 +28,7 @@ __device__ __forceinline__ int place_of_pair(int channel, int token) {
 }
 
 // A pair of warps has the same rows of weights and half of each chunk's inputs each; then each
-// finishes every other token.
+// has every other token in the epilogue.
 struct Share {
   int pair, half;
   __device__ __forceinline__ Share() : pair(threadIdx.x / 64), half(threadIdx.x / 32 % 2) {}

@@ -1,4 +1,4 @@
-// A clustered decode step on Hopper: checks, the plan, arguments. CUDA only.
+// A cluster decode step on Hopper: checks, the plan, arguments. CUDA only.
 #include <cstdint>
 
 #include "../core/operators.h"

@@ -1,4 +1,4 @@
-// The driver's call that tells the copy engine of a matrix.
+// The driver's call that makes a tensor map: TMA's description of a matrix.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// How the copy engine is told of a matrix.
+// The tensor maps of matrices in bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace minserve {
 namespace cuda {
 
-// A matrix [rows, columns] in bfloat16, read in boxes of tile_rows by kStep.
+// A matrix [rows, columns] in bfloat16, read in tiles of tile_rows by kStep.
 inline CUtensorMap tensor_map_of(const void* data, std::int64_t rows, std::int64_t columns,
                                  int tile_rows) {
   CUtensorMap map;

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// Threads for each eight of the stream and for each `held` vectors of the product.
+// Threads for each vector of the stream and for each `held` vectors of the product.
 inline unsigned normed_threads(const NormedArgs& args, int held) {
   const std::int64_t vectors = (args.channels + held * kVector - 1) / (held * kVector);
   const std::int64_t most = vectors > args.width / kVector ? vectors : args.width / kVector;

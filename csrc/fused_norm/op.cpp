@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::uintptr_t kAlignment = 16;
 
-void read_in_eights(const Check& check, const Tensor& t, const char* name) {
+void check_vectors(const Check& check, const Tensor& t, const char* name) {
   check.require(t.is_contiguous() && t.size(t.dim() - 1) % 8 == 0 &&
                     reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % kAlignment == 0,
                 name, " must be contiguous, begin at a multiple of ", kAlignment,
@@ -20,7 +20,7 @@ void read_in_eights(const Check& check, const Tensor& t, const char* name) {
 const bf16* vector(const Check& check, const MaybeTensor& t, const char* name, std::int64_t size) {
   if (!t) return nullptr;
   check.tensor(*t, name, ScalarType::BFloat16, {size}, "one number for each column");
-  read_in_eights(check, *t, name);
+  check_vectors(check, *t, name);
   return static_cast<const bf16*>(t->const_data_ptr());
 }
 
@@ -28,8 +28,8 @@ NormedArgs normed_args(const Check& check, const Tensor& x, double eps, const Te
                        const MaybeTensor& bias, const MaybeTensor& ahead) {
   check.tensor(x, "x", ScalarType::BFloat16, {-1, -1}, "[rows, width]");
   check.tensor(y, "y", ScalarType::BFloat16, {x.size(0), -1}, "[rows, columns]");
-  read_in_eights(check, x, "x");
-  read_in_eights(check, y, "y");
+  check_vectors(check, x, "x");
+  check_vectors(check, y, "y");
   check.require(x.size(1) > 0 && y.size(1) > 0, "rows must not be empty, got ", describe(x),
                 " and ", describe(y));
   check.require(!overlap(x, y), "x and y are changed in place, so they must not share memory");

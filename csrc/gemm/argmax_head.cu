@@ -1,4 +1,4 @@
-// The head that finds bests: its tensor maps and its launch.
+// The argmax head: its tensor maps and its launch.
 #include "argmax_head.cuh"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace minserve {
 namespace cuda {
 
-void linear_best(const ArgmaxHeadArgs& args, const void* weight, const void* input, int device,
+void argmax_head(const ArgmaxHeadArgs& args, const void* weight, const void* input, int device,
                  void* stream) {
   using S = ArgmaxHeadShape;
   const DeviceGuard guard(device);

@@ -7,7 +7,7 @@
 // finds their best without asking others. A block stays on its multiprocessor and takes tiles in
 // turn; one thread feeds a ring of stages, two warpgroups multiply, each all rows of weights by its
 // tokens. Sums of a row of weights are added up in the order of the inputs, whatever the number of
-// tokens: the logits are to the bit those of linear maps with sums in a fixed order, where these
+// tokens: the logits are to the bit those of GEMMs with sums in batch-invariant mode, where these
 // have the inputs in one part.
 #pragma once
 
@@ -146,12 +146,12 @@ __global__ void __launch_bounds__(ArgmaxHeadShape::kThreads, 1)
 
   using Stages = RingAddresses<S::kStageBytes>;
   using At = PipelineState<S::kStages>;
-  const auto copy_weights = [&](const Stages& stages, int slot, int tile, int n) {
+  const auto load_weights = [&](const Stages& stages, int slot, int tile, int n) {
     mbarrier_arrive_expect_tx(stages.full(slot), S::kStageBytes);
     tma_load_tile(stages.stage(slot) + S::kInputBytes, weight_map, n * kStep,
                   tile / pieces * S::kColumns, stages.full(slot));
   };
-  const auto copy_inputs = [&](const Stages& stages, int slot, int tile, int n) {
+  const auto load_inputs = [&](const Stages& stages, int slot, int tile, int n) {
     tma_load_tile(stages.stage(slot), input_map, n * kStep, tile % pieces * S::kTokens,
                   stages.full(slot));
   };
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(ArgmaxHeadShape::kThreads, 1)
     fence_mbarrier_init();
     fence_proxy_async();
     const Stages stages(full, empty, ring);
-    for (int n = 0; n < ahead; ++n) copy_weights(stages, n, first, n);
+    for (int n = 0; n < ahead; ++n) load_weights(stages, n, first, n);
     prefetch_tensor_map(input_map);
   }
   __syncthreads();
@@ -177,13 +177,13 @@ __global__ void __launch_bounds__(ArgmaxHeadShape::kThreads, 1)
   if (warp == S::kComputing / 32) {
     if (lane > 0) return;
     At at;
-    for (int n = 0; n < ahead; ++n, ++at) copy_inputs(stages, n, first, n);
+    for (int n = 0; n < ahead; ++n, ++at) load_inputs(stages, n, first, n);
     for (int tile = first; tile < tiles; tile += stride) {
 #pragma unroll 1
       for (int n = tile == first ? ahead : 0; n < steps; ++n, ++at) {
         if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
-        copy_weights(stages, at.slot, tile, n);
-        copy_inputs(stages, at.slot, tile, n);
+        load_weights(stages, at.slot, tile, n);
+        load_inputs(stages, at.slot, tile, n);
       }
     }
     return;

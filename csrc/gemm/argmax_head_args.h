@@ -1,4 +1,4 @@
-// Arguments of a head that finds bests; shared by host and device code.
+// Arguments of the argmax head; shared by host and device code.
 #pragma once
 
 #include <cstdint>

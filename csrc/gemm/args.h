@@ -1,4 +1,4 @@
-// Arguments of a linear map with its neighbours folded in; shared by host and device code.
+// Arguments of a GEMM with its epilogue; shared by host and device code.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ struct GemmArgs : DeferredNorm {
   bool linear_candidate = false, normalize_gates = true;
 
   bool batch_invariant = false;  // sums in an order that the number of tokens has no part in
-  int turns = 1;                 // parts of the inputs that a block takes one after another
+  int serial_split_k = 1;        // parts of the inputs that a block takes one after another
 };
 
 struct EmbedArgs {

@@ -1,4 +1,6 @@
-// Sums over parts of the inputs, which the blocks of a cluster have, become whole ones.
+// Split-K in a thread-block cluster: sums over parts of the inputs, which its blocks have, become
+// whole ones through distributed shared memory. (Split-K and stream-K: Osama et al., arXiv
+// 2301.03598; CUTLASS, "Efficient GEMM in CUDA".) Parts are added up in order, whoever comes first.
 #pragma once
 
 #include "../arch/sm90.cuh"
@@ -18,7 +20,7 @@ __device__ __forceinline__ void reduce_split_k(
     std::uint64_t& received) {
   constexpr int kOwn = S::kEpilogueTokens / 2, kShare = S::kSentBytes / (S::kSplitK - 1);
   unsigned char* outbox = ring + S::kSentBytes;
-  // Boxes for and from the others: first of the block that comes next.
+  // Slots for and from the others: first of the block that comes next.
   const auto box_of = [&](int other) { return (other - part - 1) % S::kSplitK * kShare; };
   // Of four sums number i of a block of rows: neighbouring threads' are neighbours.
   const auto four_in = [&](unsigned char* box, int each, int block, int i) -> float4& {
@@ -52,7 +54,7 @@ __device__ __forceinline__ void reduce_split_k(
   named_barrier_sync(8, S::kComputing);
   if (threadIdx.x == 0) {
     for (int n = 1; n < S::kSplitK; ++n) {
-      // To where it is the box of this block.
+      // To where it is the slot of this block.
       tma_copy_to_block((part + n) % S::kSplitK, ring + (S::kSplitK - 1 - n) * kShare,
                         outbox + (n - 1) * kShare, kShare, received);
     }

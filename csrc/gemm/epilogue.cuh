@@ -1,4 +1,5 @@
-// What is made of finished sums, four neighbouring channels of one token at a time.
+// The epilogue of small-batch GEMMs: what is made of their sums, four neighbouring channels of one
+// token at a time.
 //
 // Sixteen neighbouring threads have the kSquareRows channels whose squares are summed together.
 #pragma once
@@ -19,7 +20,7 @@ constexpr int kQuad = 4;
 template <class T>
 using Quad = Channels<T, kQuad>;
 
-// Where a quad is: of all, and of what its block finishes.
+// Where a quad is: of all, and of its block's share.
 struct QuadPosition {
   int token, channel, own_token, own_channel;
   __device__ __forceinline__ bool inside(const GemmArgs& args) const {

@@ -1,7 +1,7 @@
-// What a tile needs of the vectors that belong to a map, in shared memory.
+// What a tile needs of the vectors that belong to a GEMM, in shared memory.
 //
 // It is asked for before the kernel ahead has ended, like the first weights: when the products are
-// done a tile would wait for it, for nobody has read it since the last step. A layer of four maps
+// done a tile would wait for it, for nobody has read it since the last step. A layer of four GEMMs
 // takes about a microsecond less.
 #pragma once
 
@@ -14,9 +14,9 @@ namespace cuda {
 template <int kGates, int kChannels>
 struct alignas(16) EpilogueOperands {
   bf16 bias[kGates][kChannels];
-  bf16 norm_weight[kChannels], ahead[kChannels];  // of residual maps
+  bf16 norm_weight[kChannels], ahead[kChannels];  // of residual GEMMs
 
-  // By so many threads. They are there when each has waited for its copies; what the map has none
+  // By so many threads. They are there when each has waited for its copies; what the GEMM has none
   // of, and channels past its last, are not written.
   __device__ __forceinline__ void ask(const GemmArgs& args, int first_channel, int thread,
                                       int threads) {

@@ -1,10 +1,10 @@
-// Which form of the kernel a call takes. No CUDA in here, so that the choice can be tested
-// anywhere.
+// The heuristic by which a call takes a tile config and a split-K. No CUDA in here, so that it can
+// be tested anywhere.
 //
-// From shapes alone, and fitted to measurements of every form at the shapes of models of 6 million
-// to 1.3 billion weights on a GPU of 132 multiprocessors. For 4 to 64 tokens, where each map was
-// tried in its likely forms with the others of its layer around it, no other form of one makes a
-// layer quicker by more than 4 %, mostly 1 %.
+// From shapes alone, and fitted to measurements of every tile config at the shapes of models of 6
+// million to 1.3 billion weights on a GPU of 132 multiprocessors. For 4 to 64 tokens, where each
+// GEMM was tried in its likely configs with the others of its layer around it, no other config of
+// one makes a layer quicker by more than 4 %, mostly 1 %.
 #pragma once
 
 #include <cstdint>
@@ -20,17 +20,17 @@ class SmallBatchHeuristic {
                       std::int64_t tokens)
       : channels_(channels), inputs_(inputs), gates_(gates), tokens_(tokens) {}
 
-  // `inputs`: what a block of a wide form may have of them.
+  // `inputs`: what a block of a persistent GEMM may have of them.
   GemmConfig choose(PersistentHeuristic::Inputs inputs = PersistentHeuristic::Inputs::any) const {
     if (tokens_ <= 32) return few();
     const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, inputs);
     // In one wave of blocks that share inputs, up to two pieces of tokens.
     const int shared = inputs == PersistentHeuristic::Inputs::any && tokens_ <= 128 ? parts(64) : 1;
     if (wide.pays()) {
-      const PersistentTile& form = wide.best();
-      const bool more_blocks = tiles(64) * pieces(64) * shared > wide.blocks(form);
-      if (shared > 1 && form.parts == 1 && more_blocks) return {TileConfig::tokens_64, shared};
-      return {form.form, form.parts};
+      const PersistentTile& tile = wide.best();
+      const bool more_blocks = tiles(64) * pieces(64) * shared > wide.blocks(tile);
+      if (shared > 1 && tile.split_k == 1 && more_blocks) return {TileConfig::tokens_64, shared};
+      return {tile.config, tile.split_k};
     }
     if (shared > 1 && tokens_ > 64) return {TileConfig::tokens_64, shared};
     return some();
@@ -48,8 +48,8 @@ class SmallBatchHeuristic {
     const int size = tokens_ <= 8 ? 0 : tokens_ <= 16 ? 1 : 2;
     constexpr TileConfig kSingle[] = {TileConfig::tokens_8, TileConfig::tokens_16,
                                       TileConfig::tokens_32};
-    // Blocks that stay on their multiprocessors: the weights of a tile come while the one before is
-    // finished.
+    // Blocks that stay on their multiprocessors: the weights of a tile come during the epilogue
+    // of the one before.
     if (gates_ == 1 && tiles(64) >= kTwoWaves) return {TileConfig::persistent_64_32, 1};
     const std::int64_t tile_bytes = 64 * gates_ * inputs_ * 2, least = tokens_ <= 8 ? 96 : 192;
     int parts = 1;
@@ -70,7 +70,7 @@ class SmallBatchHeuristic {
     return parts;
   }
 
-  // Between: pieces of tokens so small that blocks are many, since finishing sums takes time too.
+  // Between: pieces of tokens so small that blocks are many, since epilogues take time too.
   GemmConfig some() const {
     std::int64_t tokens = small() && channels_ <= 128 ? 16 : 64;
     const std::int64_t wanted = inputs_ < 1000 ? 96 : 44;

@@ -1,12 +1,12 @@
-// Which form a call takes whose sums must not depend on the number of tokens.
+// The heuristic of batch-invariant calls, whose sums must not depend on the number of tokens.
 //
-// A form adds up its products in the order of the inputs, whatever its tile. What changes the order
-// is cutting the inputs into parts, each summed from zero. So here the number of parts follows from
-// the weight's shape alone, and the number of tokens decides who sums them: few tokens have a block
-// for each part, or for two of them, and many have one block that takes them in turn. All add the
-// parts up in order. So does the kernel of a whole step, where a warp has a part
-// (persistent_decode/deterministic.cuh): it cuts the inputs where the forms do, part * blocks /
-// parts of their blocks of kStep.
+// A kernel adds up its products in the order of the inputs, whatever its tile. What changes the
+// order is cutting the inputs into parts (split-K), each summed from zero. So here the number of
+// parts follows from the weight's shape alone, and the number of tokens decides who sums them: few
+// tokens have a block for each part, or for two of them, and many have one block that takes them in
+// turn (serial split-K). All add the parts up in order. So does the kernel of a persistent decode
+// step, where a warp has a part (persistent_decode/deterministic.cuh): it cuts the inputs where
+// these kernels do, part * blocks / parts of their blocks of kStep.
 #pragma once
 
 #include "heuristics.h"
@@ -41,17 +41,17 @@ class BatchInvariantHeuristic {
     if (parts == 1) {
       if (tokens_ <= 32 && gates_ < 3 && small_tiles() >= kMany)
         return {TileConfig::persistent_64_32, 1};
-      return {SmallBatchHeuristic(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).form,
+      return {SmallBatchHeuristic(channels_, inputs_, gates_, tokens_).choose(Inputs::whole).tile,
               1};
     }
-    // A block for each part pays while all of them run at once. Gates, whose wide forms never share
-    // inputs, take those in turn as soon as there are tiles for many multiprocessors, two of them
-    // also in the smallest tiles.
-    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, Inputs::turns);
+    // A block for each part pays while all of them run at once. Gates, whose persistent GEMMs never
+    // share inputs, take those in turn as soon as there are tiles for many multiprocessors, two of
+    // them also in the smallest tiles.
+    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, Inputs::serial);
     const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
     if (tokens_ <= (gates_ == 2 ? 16 : 32) || !in_turn) return among_blocks(parts);
     if (two_each(parts)) return {TileConfig::persistent_64_64, parts / 2, 2};
-    return {wide.best().form, 1, parts};
+    return {wide.best().config, 1, parts};
   }
 
  private:

@@ -1,4 +1,5 @@
-// Which wide form of a linear map's kernel a call of many tokens takes, if any. No CUDA in here.
+// The heuristic of persistent GEMMs: whether a call of many tokens takes one, and which tile. No
+// CUDA in here.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 namespace minserve {
 
 struct PersistentTile {
-  TileConfig form;
-  int rows, tokens, parts;
+  TileConfig config;
+  int rows, tokens, split_k;
 };
 
 constexpr PersistentTile kPersistentTiles[] = {
@@ -23,15 +24,15 @@ constexpr PersistentTile kPersistentTiles[] = {
     {TileConfig::persistent_64_32, 64, 32, 1},
 };
 
-// Fitted to measurements like heuristics.h: of maps of 6 million to 1.3 billion weights' models, in
-// their layers, with 40 to 2,048 tokens.
+// Fitted to measurements like heuristics.h: of GEMMs of 6 million to 1.3 billion weights' models,
+// in their layers, with 40 to 2,048 tokens.
 class PersistentHeuristic {
  public:
   // What a block may have of the inputs.
   enum class Inputs {
-    any,    // all, or a part
-    whole,  // all
-    turns,  // all, and takes parts of them in turn
+    any,     // all, or a part
+    whole,   // all
+    serial,  // all, in parts one after the other
   };
 
   PersistentHeuristic(std::int64_t channels, std::int64_t inputs, std::int64_t gates,
@@ -41,7 +42,7 @@ class PersistentHeuristic {
         gates_(gates),
         tokens_(tokens),
         whole_(inputs_of_block != Inputs::any || gates == 3),
-        turns_(inputs_of_block == Inputs::turns) {}
+        serial_(inputs_of_block == Inputs::serial) {}
 
   static constexpr std::int64_t kMultiprocessors = 132;
 
@@ -58,8 +59,8 @@ class PersistentHeuristic {
   // The quickest by its clocks.
   const PersistentTile& best() const {
     const PersistentTile* best = nullptr;
-    for (const PersistentTile& form : kPersistentTiles) {
-      if (can_take(form) && (!best || clocks(form) < clocks(*best))) best = &form;
+    for (const PersistentTile& tile : kPersistentTiles) {
+      if (can_take(tile) && (!best || clocks(tile) < clocks(*best))) best = &tile;
     }
     return *best;
   }
@@ -67,8 +68,8 @@ class PersistentHeuristic {
   // Blocks that run at the same time. Fours leave out what is over of a group of multiprocessors.
   static constexpr std::int64_t at_once(int parts) { return parts == 4 ? 112 : kMultiprocessors; }
 
-  std::int64_t blocks(const PersistentTile& form) const {
-    return up(rows_, form.rows) * up(tokens_, form.tokens) * form.parts;
+  std::int64_t blocks(const PersistentTile& tile) const {
+    return up(rows_, tile.rows) * up(tokens_, tile.tokens) * tile.split_k;
   }
 
  private:
@@ -79,38 +80,38 @@ class PersistentHeuristic {
 
   static std::int64_t up(std::int64_t n, std::int64_t by) { return (n + by - 1) / by; }
 
-  bool can_take(const PersistentTile& form) const {
-    // Two sets of sums, and finishing gates takes registers, too.
-    if (turns_ && form.rows * form.tokens > 192 * (gates_ > 1 ? 96 : 128)) return false;
-    if (form.form == TileConfig::persistent_64_32 && !turns_) return false;  // too small
-    if (gates_ == 3) return form.rows == 192 && form.parts == 1;             // a warpgroup for each
-    if (gates_ == 2 && (form.parts > 1 || (form.rows == 192 && inputs_ >= 1024))) {
+  bool can_take(const PersistentTile& tile) const {
+    // Two sets of sums, and the epilogue of gates takes registers, too.
+    if (serial_ && tile.rows * tile.tokens > 192 * (gates_ > 1 ? 96 : 128)) return false;
+    if (tile.config == TileConfig::persistent_64_32 && !serial_) return false;  // too small
+    if (gates_ == 3) return tile.rows == 192 && tile.split_k == 1;  // a warpgroup for each
+    if (gates_ == 2 && (tile.split_k > 1 || (tile.rows == 192 && inputs_ >= 1024))) {
       return false;  // always behind
     }
-    // Blocks with parts have one tile, and inputs.
-    return form.parts == 1 ||
-           (!whole_ && blocks(form) <= at_once(form.parts) && inputs_ >= 64 * form.parts);
+    // With split-K a block has one tile, and some inputs.
+    return tile.split_k == 1 ||
+           (!whole_ && blocks(tile) <= at_once(tile.split_k) && inputs_ >= 64 * tile.split_k);
   }
 
   // A multiprocessor's: products, or copies where the L2 cache gives less than they take, what
-  // parts send each other, and finishing; or all weights where memory gives less, and finishing the
-  // last tile.
-  double clocks(const PersistentTile& form) const {
-    const double area = static_cast<double>(form.rows) * form.tokens;
-    const double bytes = 128.0 * (form.rows + form.tokens);
-    const double steps = static_cast<double>(up(inputs_, 64)) / form.parts;
+  // parts send each other, and the epilogue; or all weights where memory gives less, and the last
+  // epilogue.
+  double clocks(const PersistentTile& tile) const {
+    const double area = static_cast<double>(tile.rows) * tile.tokens;
+    const double bytes = 128.0 * (tile.rows + tile.tokens);
+    const double steps = static_cast<double>(up(inputs_, 64)) / tile.split_k;
     const double product = steps * std::max(area / kSumsPerClock, bytes / kBytesPerClock);
-    const double own = area / form.parts;  // sums that a block finishes
-    const double sent = 4 * own * (form.parts - 1);
-    const double exchange = form.parts > 1 ? kExchange + sent / kSentPerClock : 0;
+    const double own = area / tile.split_k;  // sums of a block's epilogue
+    const double sent = 4 * own * (tile.split_k - 1);
+    const double exchange = tile.split_k > 1 ? kExchange + sent / kSentPerClock : 0;
     const double finish = own / (gates_ > 1 ? kStepsPerClock : kFinishedPerClock) + exchange;
-    const double waves = static_cast<double>(up(blocks(form), at_once(form.parts)));
+    const double waves = static_cast<double>(up(blocks(tile), at_once(tile.split_k)));
     const double weights = 2.0 * rows_ * inputs_ / kWeightBytesPerClock;
     return std::max(waves * product + (waves - 1) * finish, weights) + finish;
   }
 
   std::int64_t rows_, inputs_, gates_, tokens_;
-  bool whole_, turns_;
+  bool whole_, serial_;
 };
 
 }  // namespace minserve

@@ -1,4 +1,4 @@
-// What the kernels of linear maps give to their operators.
+// What the GEMM kernels give to their operators.
 #pragma once
 
 #include "args.h"
@@ -11,15 +11,15 @@ namespace minserve {
 namespace cuda {
 
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
-void linear(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
-            void* stream);
+void gemm(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
+          void* stream);
 
-// The same in a wide form, as `choice` says.
-void gemm_persistent(const GemmConfig& choice, const GemmArgs& args, const void* weight,
+// The same by a persistent kernel, as `config` says.
+void gemm_persistent(const GemmConfig& config, const GemmArgs& args, const void* weight,
                      const void* input, int gates, int device, void* stream);
 
-// The bests of input [tokens, inputs] times weight [channels, inputs].
-void linear_best(const ArgmaxHeadArgs& args, const void* weight, const void* input, int device,
+// The best of each tile of the logits of input [tokens, inputs] times weight [channels, inputs].
+void argmax_head(const ArgmaxHeadArgs& args, const void* weight, const void* input, int device,
                  void* stream);
 
 void embed(const EmbedArgs& args, int device, void* stream);

@@ -1,4 +1,4 @@
-// What of the choice of a linear map's kernel is asked for in builds of every kind.
+// What is asked of the heuristics in builds of every kind.
 #include "../core/operators.h"
 #include "heuristics_deterministic.h"
 

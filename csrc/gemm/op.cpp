@@ -1,4 +1,4 @@
-// Linear maps with their neighbours folded in: checks, outputs, arguments. CUDA only.
+// GEMMs with their epilogues: checks, outputs, arguments. CUDA only.
 #include <cstdint>
 
 #include "../core/operators.h"
@@ -13,7 +13,7 @@ std::uintptr_t address(const Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr());
 }
 
-// What the copy engine asks of matrices, and one access to eight bfloat16 numbers of vectors.
+// What TMA asks of matrices, and one access to eight bfloat16 numbers of vectors.
 constexpr std::uintptr_t kAlignment = 16;
 
 // x, called x_name, [tokens, inputs], bfloat16 on a GPU, and weight [rows, inputs].
@@ -75,8 +75,8 @@ struct Maps {
 
   void run(const GemmArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
     if (args.tokens == 0) return;
-    cuda::linear(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
-                 current_stream(x));
+    cuda::gemm(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
+               current_stream(x));
   }
 
   Check check;
@@ -143,7 +143,7 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
   Tensor best = torch::stable::new_empty(x, {args.tokens, args.tiles}, ScalarType::Long);
   args.best = static_cast<std::uint64_t*>(best.mutable_data_ptr());
   if (args.tokens > 0) {
-    cuda::linear_best(args, weight.const_data_ptr(), x.const_data_ptr(), x.get_device_index(),
+    cuda::argmax_head(args, weight.const_data_ptr(), x.const_data_ptr(), x.get_device_index(),
                       current_stream(x));
   }
   return best;

@@ -1,4 +1,4 @@
-// Linear maps of many tokens: the kernels of the wide forms.
+// GEMMs of many tokens: the launches of the persistent kernel.
 #include "persistent_kernel.cuh"
 
 #include <algorithm>
@@ -45,46 +45,47 @@ struct Call {
     config.early().launch(&persistent_kernel<S>, "wide linear map", weights, inputs, side, args);
   }
 
-  // Parts of the inputs in turn: BatchInvariantHeuristic has chosen one of these.
+  // Serial split-K: BatchInvariantHeuristic has chosen one of these.
   template <int kGates>
-  void launch_serial_split_k(TileConfig form, int parts) const {
+  void launch_serial_split_k(TileConfig tile, int parts) const {
     if constexpr (kGates == 1) {
       if (parts == 4) return launch<PersistentShape<1, 1, 1, 64, 4, true>>();  // each has two
       if (parts == 2) return launch<PersistentShape<1, 1, 1, 64, 2, true>>();
-      if (form == TileConfig::persistent_192_128)
+      if (tile == TileConfig::persistent_192_128)
         return launch<PersistentShape<1, 3, 1, 128, 1, true>>();
     }
     if constexpr (kGates < 3) {
-      if (form == TileConfig::persistent_64_32)
+      if (tile == TileConfig::persistent_64_32)
         return launch<PersistentShape<kGates, 1, 1, 32, 1, true>>();
-      if (form == TileConfig::persistent_64_64)
+      if (tile == TileConfig::persistent_64_64)
         return launch<PersistentShape<kGates, 1, 1, 64, 1, true>>();
-      if (form == TileConfig::persistent_128_64)
+      if (tile == TileConfig::persistent_128_64)
         return launch<PersistentShape<kGates, 2, 1, 64, 1, true>>();
-      if (form == TileConfig::persistent_128_128)
+      if (tile == TileConfig::persistent_128_128)
         return launch<PersistentShape<kGates, 2, 1, 128, 1, true>>();
     }
-    if (form == TileConfig::persistent_192_96)
+    if (tile == TileConfig::persistent_192_96)
       return launch<PersistentShape<kGates, 3, 1, 96, 1, true>>();
     launch<PersistentShape<kGates, 3, 1, 64, 1, true>>();
   }
   template <int kGates>
-  void launch_tile(const GemmConfig& choice) const {
-    if (choice.turns > 1) return launch_serial_split_k<kGates>(choice.form, choice.parts);
-    if (choice.form == TileConfig::persistent_192_64)
-      return launch_split_k<kGates, 3, 64>(choice.parts);
-    if (choice.form == TileConfig::persistent_192_96)
+  void launch_tile(const GemmConfig& config) const {
+    if (config.serial_split_k > 1)
+      return launch_serial_split_k<kGates>(config.tile, config.split_k);
+    if (config.tile == TileConfig::persistent_192_64)
+      return launch_split_k<kGates, 3, 64>(config.split_k);
+    if (config.tile == TileConfig::persistent_192_96)
       return launch<PersistentShape<kGates, 3, 1, 96>>();
     if constexpr (kGates < 3) {
-      switch (choice.form) {
+      switch (config.tile) {
         case TileConfig::persistent_64_32:
           return launch<PersistentShape<kGates, 1, 1, 32>>();
         case TileConfig::persistent_64_64:
-          return launch_split_k<kGates, 1, 64>(choice.parts);
+          return launch_split_k<kGates, 1, 64>(config.split_k);
         case TileConfig::persistent_128_64:
-          return launch_split_k<kGates, 2, 64>(choice.parts);
+          return launch_split_k<kGates, 2, 64>(config.split_k);
         case TileConfig::persistent_128_128:
-          return launch_split_k<kGates, 2, 128>(choice.parts);
+          return launch_split_k<kGates, 2, 128>(config.split_k);
         case TileConfig::persistent_256_128:
           return launch<PersistentShape<kGates, 2, 2, 128>>();
         default:
@@ -107,12 +108,12 @@ struct Call {
 
 }  // namespace
 
-void gemm_persistent(const GemmConfig& choice, const GemmArgs& args, const void* weight,
+void gemm_persistent(const GemmConfig& config, const GemmArgs& args, const void* weight,
                      const void* input, int gates, int device, void* stream) {
   const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
-  if (gates == 2) return call.launch_tile<2>(choice);
-  if (gates == 3) return call.launch_tile<3>(choice);
-  call.launch_tile<1>(choice);
+  if (gates == 2) return call.launch_tile<2>(config);
+  if (gates == 3) return call.launch_tile<3>(config);
+  call.launch_tile<1>(config);
 }
 
 }  // namespace cuda

@@ -1,10 +1,11 @@
 // out [tokens, channels] = epilogue(W x) for Hopper, many tokens: as small_batch_kernel.cuh, in
 // large tiles.
 //
-// A block stays on its multiprocessor and takes tiles in turn. One thread feeds a ring of stages in
-// shared memory, kStep inputs of the tile's rows and tokens each; warpgroups multiply. What is
-// staged while a tile is finished lies in stages of the same ring, which come after the tile's own:
-// the thread that feeds the ring leaves them out, or puts the residual stream there.
+// Persistent and warp-specialised: a block stays on its multiprocessor and takes tiles in turn.
+// (CUTLASS's persistent kernels; the grid is one block a multiprocessor.) One thread feeds a ring
+// of stages in shared memory, kStep inputs of the tile's rows and tokens each; warpgroups multiply.
+// What is staged while a tile is finished lies in stages of the same ring, which come after the
+// tile's own: the thread that feeds the ring leaves them out, or puts the residual stream there.
 //
 // What a multiprocessor can ask of the L2 cache is the first limit (about 42 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so many tokens have large tiles. Fewer have the smallest of
@@ -24,8 +25,8 @@ namespace minserve {
 namespace cuda {
 
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kSplitK blocks have a part of the inputs
-// each, and then one tile. kSerialSplitK: a block takes parts of its inputs in turn; of kSplitK
-// blocks each takes two.
+// each, and then one tile. kSerialSplitK: a block takes parts of its inputs one after the other; of
+// kSplitK blocks each takes two.
 template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kSplitK_ = 1,
           bool kSerialSplitK_ = false>
 struct PersistentShape {
@@ -36,7 +37,7 @@ struct PersistentShape {
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kSplitK == 1 || kSplitK == 2 || kSplitK == 4, "each sends the others' sums");
   // Sums that are kept apart: the last are those to which products are added, the ones before them
-  // of turns the totals, or the first part's of two.
+  // of serial split-K the totals, or the first part's of two.
   static constexpr int kSets = kSerialSplitK ? 2 : 1,
                        kSplitsEach = kIsSplit && kSerialSplitK ? 2 : 1;
   static_assert(kTokens % 32 == 0 && kTokens % (16 * kSplitK) == 0,
@@ -58,10 +59,10 @@ struct PersistentShape {
   static constexpr int kWeightBytes = kRows * kStep * 2;
   static constexpr int kInputBytes = kTokens * kStep * 2;
   static constexpr int kStageBytes = kWeightBytes + kInputBytes;
-  // Tokens that a block finishes, and what is staged of a block of rows for them.
+  // Tokens of a block's epilogue, and what is staged of a block of rows for them.
   static constexpr int kEpilogueTokens = kTokens / kSplitK;
   static constexpr int kStagedBytes = kEpilogueTokens * kBlockRows * 2;
-  // Boxes of tokens in which the copy engine takes them.
+  // Tiles of tokens in which TMA takes them.
   static constexpr int kPieces = kEpilogueTokens >= 64 ? 2 : 1,
                        kPieceTokens = kEpilogueTokens / kPieces;
   static constexpr int kPieceBytes = kStagedBytes / kPieces;
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
   // Of the tile whose stages are filled; the thread that feeds the ring alone knows them.
   int channel, token;
-  const auto copy_weights = [&](const Stages& stages, int slot, int n) {
+  const auto load_weights = [&](const Stages& stages, int slot, int n) {
     mbarrier_arrive_expect_tx(stages.full(slot), S::kStageBytes);
 #pragma unroll
     for (int box = 0; box < S::kWeightTiles; ++box) {
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (S::kIsSplit) mbarrier_arrive_expect_tx(received, S::kSentBytes);
     find(first, channel, token);
     const Stages stages(full, empty, ring);
-    for (int n = 0; n < ahead; ++n) copy_weights(stages, n, n);
+    for (int n = 0; n < ahead; ++n) load_weights(stages, n, n);
     prefetch_tensor_map(input_map);
     prefetch_tensor_map(side_map);
   }
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (warp == S::kComputing / 32) {
       // The ring.
       const Stages stages(full, empty, ring);
-      const auto copy_inputs = [&](int slot, int n) {
+      const auto load_inputs = [&](int slot, int n) {
         tma_load_tile(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep, token,
                       stages.full(slot));
       };
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       wait_for_previous_kernel();
       if (lane == 0) {
         At at;
-        for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
+        for (int n = 0; n < ahead; ++n, ++at) load_inputs(at.slot, n);
         if (S::kIsSplit && residual) {
           mbarrier_arrive_expect_tx(beside, S::kSide);
           for (int block = 0; block < S::kAllBlocks; ++block) {
@@ -202,8 +203,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll 1
           for (int n = tile == first ? ahead : 0; n < count; ++n, ++at) {
             if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
-            copy_weights(stages, at.slot, n);
-            copy_inputs(at.slot, n);
+            load_weights(stages, at.slot, n);
+            load_inputs(at.slot, n);
           }
           for (int n = 0; n < finishing; ++n, ++at) {
             if (at.round > 0) mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       __syncwarp();
     } else {
       const int helper = warp - S::kComputing / 32 - 1;
-      // What the finishing of a tile needs of its channels and of its tokens: 32 for each of these
+      // What the epilogue of a tile needs of its channels and of its tokens: 32 for each of these
       // warps in turn. One alone has not done with sums of squares when a tile of a thousand inputs
       // is multiplied.
       for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
@@ -271,9 +272,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (lane == 0) mbarrier_arrive(stages.empty(slot));
     };
     float sets[S::kSets][S::kBlocks][S::kTokens / 2];
-    auto& totals = sets[0];  // of turns
+    auto& totals = sets[0];  // of serial split-K
     auto& sums = sets[S::kSets - 1];
-    const int turns = S::kSplitsEach > 1 ? S::kSplitsEach : args.turns;  // of a block's
+    const int turns = S::kSplitsEach > 1 ? S::kSplitsEach : args.serial_split_k;  // of a block's
     At at;
     for (int tile = first, turn = 0; tile < tiles; tile += stride, ++turn) {
       int last = 0;

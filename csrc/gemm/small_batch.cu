@@ -1,4 +1,4 @@
-// Linear maps on Hopper: which shape of kernel a call takes, its tensor maps, its launch.
+// GEMMs on Hopper: the kernel that a call takes, its tensor maps, its launch.
 #include "../core/launch.cuh"
 #include "heuristics.h"
 #include "embedding.cuh"
@@ -35,16 +35,16 @@ void launch_shape(const GemmArgs& args, const void* weight, const void* input, i
 }
 
 template <int kGates>
-void launch_linear(GemmArgs args, const void* weight, const void* input, int device,
-                   cudaStream_t stream) {
-  const GemmConfig choice =
+void launch_gemm(GemmArgs args, const void* weight, const void* input, int device,
+                 cudaStream_t stream) {
+  const GemmConfig config =
       args.batch_invariant
           ? BatchInvariantHeuristic(args.channels, args.inputs, kGates, args.tokens).choose()
           : SmallBatchHeuristic(args.channels, args.inputs, kGates, args.tokens).choose();
   const auto launch = [&](auto shape) {
-    launch_shape<decltype(shape)>(args, weight, input, choice.parts, device, stream);
+    launch_shape<decltype(shape)>(args, weight, input, config.split_k, device, stream);
   };
-  switch (choice.form) {
+  switch (config.tile) {
     case TileConfig::tokens_8:
       return launch(SmallBatchShape<kGates, 8>());
     case TileConfig::tokens_16:
@@ -56,19 +56,19 @@ void launch_linear(GemmArgs args, const void* weight, const void* input, int dev
     default:
       break;
   }
-  args.turns = choice.turns;
-  gemm_persistent(choice, args, weight, input, kGates, device, stream);
+  args.serial_split_k = config.serial_split_k;
+  gemm_persistent(config, args, weight, input, kGates, device, stream);
 }
 
 }  // namespace
 
-void linear(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
-            void* stream) {
+void gemm(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
+          void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (gates == 2) return launch_linear<2>(args, weight, input, device, on);
-  if (gates == 3) return launch_linear<3>(args, weight, input, device, on);
-  launch_linear<1>(args, weight, input, device, on);
+  if (gates == 2) return launch_gemm<2>(args, weight, input, device, on);
+  if (gates == 3) return launch_gemm<3>(args, weight, input, device, on);
+  launch_gemm<1>(args, weight, input, device, on);
 }
 
 void embed(const EmbedArgs& args, int device, void* stream) {

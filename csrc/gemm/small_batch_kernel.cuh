@@ -6,7 +6,8 @@
 // them are asked for before that kernel has ended.
 //
 // Where there are too few tiles for the GPU, the blocks of a cluster take a part of the inputs
-// each, sum it from zero and send every other one its share of the tokens, who adds up in order.
+// each (split-K), sum it from zero and send every other one its share of the tokens, who adds up in
+// order.
 #pragma once
 
 #include "epilogue.cuh"
@@ -23,7 +24,7 @@ struct SmallBatchShape {
   static constexpr int kGates = kGates_, kTokens = kTokens_;
   static constexpr bool kStepping = kGates > 1;
   static constexpr int kComputing = kGroupThreads;
-  // One warp copies, one prepares; with two more, all finish sums.
+  // One warp copies, one prepares; with two more, all run the epilogue.
   static constexpr int kThreads = kComputing + 128;
   static constexpr int kRows = kGates * kBlockRows, kChannels = kBlockRows;
   static constexpr int kTileBytes = kBlockRows * kStep * 2;
@@ -41,7 +42,7 @@ struct SmallBatchShape {
       ((kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes) + 1023) / 1024 *
       1024;
   static constexpr int kMinBlocks = kDeep ? 1 : kGates == 1 && kTokens <= 16 ? 3 : 2;
-  // With parts, what they are sent lies behind the ring.
+  // With split-K, what blocks are sent lies behind the ring.
   static constexpr int shared_bytes(int parts) {
     return kRing + (parts > 1 ? kSumBytes : 0) + 1024;
   }
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int parts = gridDim.z, part = blockIdx.z;
   const bool alone = parts == 1;
-  const int share = S::kTokens / parts;  // tokens that this block finishes
+  const int share = S::kTokens / parts;  // tokens of this block's epilogue
   const std::int64_t first_token = static_cast<std::int64_t>(blockIdx.x) * S::kTokens;
   const std::int64_t first_channel = static_cast<std::int64_t>(blockIdx.y) * S::kChannels;
   if (threadIdx.x == 0) {
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       prefetch_tensor_map(input_map);
     }
     const RingAddresses<S::kStageBytes> stages(full, empty, ring);
-    const auto copy_weights = [&](int slot, int n) {
+    const auto load_weights = [&](int slot, int n) {
       const std::uint32_t stage = stages.stage(slot), barrier = stages.full(slot);
       mbarrier_arrive_expect_tx(barrier, S::kStageBytes);
 #pragma unroll
@@ -98,24 +99,24 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                       static_cast<int>(first_channel + gate * args.channels), barrier);
       }
     };
-    const auto copy_inputs = [&](int slot, int n) {
+    const auto load_inputs = [&](int slot, int n) {
       tma_load_tile(stages.stage(slot) + S::kWeightBytes, input_map, (begin + n) * kStep,
                     static_cast<int>(first_token), stages.full(slot));
     };
     const int ahead = min(count, S::kStages);
     if (lane == 0) {
-      for (int n = 0; n < ahead; ++n) copy_weights(n, n);
+      for (int n = 0; n < ahead; ++n) load_weights(n, n);
     }
     __syncwarp();
     wait_for_previous_kernel();
     if (!alone) wait_for_cluster();
     if (lane == 0) {
       At at;
-      for (int n = 0; n < ahead; ++n, ++at) copy_inputs(at.slot, n);
+      for (int n = 0; n < ahead; ++n, ++at) load_inputs(at.slot, n);
       for (int n = ahead; n < count; ++n, ++at) {
         mbarrier_wait(stages.empty(at.slot), (at.round - 1) % 2);
-        copy_weights(at.slot, n);
-        copy_inputs(at.slot, n);
+        load_weights(at.slot, n);
+        load_inputs(at.slot, n);
       }
     }
     __syncwarp();

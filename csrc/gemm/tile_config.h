@@ -1,4 +1,4 @@
-// The forms of a linear map's kernel. No CUDA in here, so that the choice can be tested anywhere.
+// Tile configs of the GEMM kernels. No CUDA in here, so that heuristics can be tested anywhere.
 #pragma once
 
 namespace minserve {
@@ -19,9 +19,9 @@ enum class TileConfig {
 };
 
 struct GemmConfig {
-  TileConfig form;
-  int parts;      // blocks that share the inputs
-  int turns = 1;  // parts of them that each block takes in turn (heuristics_deterministic.h)
+  TileConfig tile;
+  int split_k;             // blocks of a cluster, each of which has a part of the inputs
+  int serial_split_k = 1;  // parts that each block takes one after the other
 };
 
 }  // namespace minserve

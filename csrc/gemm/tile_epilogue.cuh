@@ -1,13 +1,13 @@
-// What is made of the finished sums of a large tile, where they lie as products leave them.
+// The epilogue of a large tile: what is made of its sums, where they lie as products leave them.
 //
 // A thread has sums of two channels of a square of 8 channels by 8 tokens, and memory wants
 // neighbouring channels together. So sums, scaled and with their bias, are rounded and turned into
 // staging memory: for each block of 64 rows [tokens][64 rows], rows of 128 bytes whose sixteens are
-// exchanged as the copy engine does it. The residual stream is already there and is added before.
-// From there the copy engine takes them, or threads, which finish four channels or eight of a token
+// exchanged as TMA does it. The residual stream is already there and is added before.
+// From there TMA takes them, or threads, which finish four channels or eight of a token
 // at a time. Logits go straight to memory: 8 neighbours of 4 bytes are a sector.
 //
-// Sums are finished by the operations of epilogue.cuh in their order, so that the form has no part
+// Sums are finished by the operations of epilogue.cuh in their order, so that the tile has no part
 // in the bits of what is written.
 #pragma once
 

@@ -84,8 +84,8 @@ __device__ __forceinline__ void tell_squares(float* squares, float sum) {
 // All inputs, or with kPieces as many from block `first` on as are here at a time. A lane has every
 // fourth unit of a block of a token.
 //
-// Sums of squares: of all blocks of this warp, [token], or in a fixed order of every block of the
-// product's inputs by itself, [block][token].
+// Sums of squares: of all blocks of this warp, [token], or in batch-invariant mode of every block
+// of the product's inputs by itself, [block][token].
 template <WeightType kType, bool kNorm, bool kBatchInvariant, bool kPieces>
 __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
                                            const DecodePhase& phase, int first,

@@ -36,18 +36,19 @@ struct DecodePhase {
   std::int32_t units, inputs;
   std::int32_t each;   // neighbouring units that a block has, as long as there are any
   std::int32_t shift;  // the block whose number this is has the first ones
-  std::int32_t parts;  // in a fixed order: of the inputs, each summed from zero
+  std::int32_t parts;  // in batch-invariant mode: of the inputs, each summed from zero
   // Blocks of the inputs that are in shared memory at a time: all of them but where some inputs
   // come in pieces, each of which adds to the sums of those before. There are none of a norm's.
   std::int32_t at_once;
-  // Where in an eight's set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
+  // Where in a column tile's set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
 };
 
 constexpr int kUnit = 8;         // channels
 constexpr int kMostTokens = 16;  // rows of a batch, at most
-// Rows are taken eight at a time: each eight has columns of the tensor cores' products, lines of
-// the exchange and warps that finish its sums of its own, and weights are loaded once for all.
+// Rows are taken eight at a time, a column tile: each column tile has columns of the tensor cores'
+// products, lines of the exchange and epilogue warps of its own, and weights are loaded
+// once for all.
 constexpr int kColumns = 8;
 constexpr int kMostColumnTiles = 2;
 static_assert(kMostTokens == kMostColumnTiles * kColumns);
@@ -57,14 +58,14 @@ constexpr int column_tiles_of(int batch) {
 constexpr int kMostPhases = 224;   // of a step, at most: all arguments fit into those of a kernel
 constexpr int kMostTaps = 4;       // of a convolution, at most
 constexpr int kMostKeptUnits = 3;  // of the residual stream in a block, at most
-constexpr int kMostSplitK = 8;     // of the inputs, in a fixed order
-constexpr int kMostSquares = 64;   // sums of squares of a token, in a fixed order
+constexpr int kMostSplitK = 8;     // of the inputs, in batch-invariant mode
+constexpr int kMostSquares = 64;   // sums of squares of a token, in batch-invariant mode
 constexpr int kMostInputBytes = 64 * 1024;  // of all tokens' inputs at a time, at most
-// Where the sums of three gates and two eights leave no room for as many.
+// Where the sums of three gates and two column tiles leave no room for as many.
 constexpr int kFewInputBytes = 32 * 1024;
 constexpr int kMostDividedTiles = 2;  // of a block, where inputs come in pieces: sums have to wait
-constexpr int kMostPieces = 4;        // of inputs, in a fixed order: each has some of the parts
-constexpr int kTaking = 16;           // warps, each of which takes every so manyth block of inputs
+constexpr int kMostPieces = 4;  // of inputs, in batch-invariant mode: each has some of the parts
+constexpr int kTaking = 16;     // warps, each of which takes every so manyth block of inputs
 constexpr int kUnitLine = kUnit * kColumns * 2;  // bytes: 128, as a line of the caches
 
 // Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts
@@ -82,11 +83,11 @@ static_assert(bytes_of_unit(true) >= kMostSplit * kUnit * 2, "room for all token
 constexpr int input_room(int gates, int batch) {
   return gates > 2 && batch > kColumns ? kFewInputBytes : kMostInputBytes;
 }
-// Rows that there is room for in shared memory: of several eights each has all.
+// Rows that there is room for in shared memory: of several column tiles each has all.
 constexpr int rows_with_room(int batch) {
   return batch <= kColumns ? batch : column_tiles_of(batch) * kColumns;
 }
-// What a block of the inputs of so many rows of an eight takes there.
+// What a block of the inputs of so many rows of a column tile takes there.
 constexpr int bytes_of_block(WeightType type, bool split, int rows) {
   return rows * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
 }
@@ -95,13 +96,13 @@ struct PersistentDecodeArgs {
   int phases = 0;
   int batch = 0;
   bool in_pieces = false;        // some inputs have no room at once
-  bool batch_invariant = false;  // sums are the bits of linear/ in a fixed order; bf16 only
+  bool batch_invariant = false;  // sums are the bits of gemm/ in batch-invariant mode; bf16 only
   WeightType weights = WeightType::bf16;
   int gates = 0;        // 2: minGRU, 3: minLSTM
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table
   int width = 0;        // of the residual stream
-  int input_bytes = 0;  // of an eight's inputs at a time, at most
+  int input_bytes = 0;  // of a column tile's inputs at a time, at most
   int stages = 0;       // of the ring of weights
   int in_flight = 0;    // of these, that are on their way at once
   bool linear_candidate = false, normalize_gates = true;
@@ -117,7 +118,7 @@ struct PersistentDecodeArgs {
   float* logits = nullptr;  // [batch, vocabulary]
 
   unsigned long long* ended = nullptr;  // how many blocks have ended, of all steps
-  // Two sets, each of an eight after the other; all bits are set before the first step.
+  // Two sets, each of a column tile after the other; all bits are set before the first step.
   unsigned char* exchange = nullptr;
   std::int64_t column_tile_bytes = 0, set_bytes = 0;
 

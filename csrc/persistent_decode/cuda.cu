@@ -1,4 +1,5 @@
-// The launch of a whole step: as many blocks as multiprocessors, all at once or not at all.
+// The launch of a persistent decode step: as many blocks as multiprocessors, all at once or not at
+// all.
 #include "../core/launch.cuh"
 #include "../core/encode_tma_descriptor.cuh"
 #include "kernel.cuh"
@@ -59,7 +60,8 @@ void launch_cell(PersistentDecodeArgs& args, int device, cudaStream_t on) {
   }
 }
 
-// Of two eights. One kernel whether inputs come in pieces or not: those of so many rows mostly do.
+// Of two column tiles. One kernel whether inputs come in pieces or not: those of so many rows
+// mostly do.
 void launch_column_tiles(PersistentDecodeArgs& args, int device, cudaStream_t on) {
   static_assert(kMostColumnTiles == 2);
   const bool any = args.linear_candidate || !args.normalize_gates;
@@ -90,7 +92,7 @@ int persistent_decode_blocks(int device) {
   return multiprocessors(device);
 }
 
-// Seen as [blocks, rows, inputs of a block], of which a tile is a box: a block for each warp of a
+// Seen as [blocks, rows, inputs of a block], of which a TMA tile is: a block for each warp of a
 // group, 8 rows, swizzled. (The last dimension's stride is shorter than the one before it, which
 // drivers take as it is.)
 void encode_weight_map(void* to, const void* weight, WeightType type, std::int64_t rows,

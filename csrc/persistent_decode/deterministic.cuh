@@ -1,5 +1,5 @@
-// Products whose sums are those of linear/ in a fixed order, bit for bit: a part of the inputs is
-// summed from zero, sixteen inputs after another, and parts are added up in their order
+// Products whose sums are those of gemm/ in batch-invariant mode, bit for bit: a part of the inputs
+// is summed from zero, sixteen inputs after another, and parts are added up in their order
 // (gemm/heuristics_deterministic.h says how many there are). mma.sync and wgmma round sixteen
 // products and a sum alike, as tests/ops/test_whole_step_order.py sees.
 //
@@ -39,7 +39,7 @@ struct Fragments {
 template <class Shared>
 class PartSums {
  public:
-  // weights: where a lane's lie in the ring's first place; of_block: bytes of a block's inputs;
+  // weights: where a lane's lie in the ring's first slot; of_block: bytes of a block's inputs;
   // zero: 0, which the compiler does not know.
   __device__ __forceinline__ PartSums(Stages<Shared>& stages, std::uint32_t weights,
                                       std::uint32_t of_block, unsigned zero)

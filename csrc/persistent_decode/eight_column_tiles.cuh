@@ -1,9 +1,9 @@
-// Inputs of two eights of sequences, for weights in bfloat16, by the copy engine: a warp asks it
-// for a block of an eight at a time, which lies together, and looks for missing words where they
-// have come to. Loads of as many would take more registers than there are, and a multiprocessor can
-// ask for a limited number of lines.
+// Inputs of two column tiles of sequences, for weights in bfloat16, by TMA: a warp asks it
+// for a block of a column tile at a time, which lies together, and looks for missing words where
+// they have come to. Loads of as many would take more registers than there are, and a
+// multiprocessor can ask for a limited number of lines.
 //
-// What other blocks store is not ordered before what the copy engine reads: each word says by
+// What other blocks store is not ordered before what TMA reads: each word says by
 // itself whether it is there, and says nothing of others.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace minserve {
 namespace cuda {
 namespace persistent {
 
-// As take_whole (activation_tiles.cuh), not in a fixed order. `arrived` counts the bytes that have
-// come, for the `turn`th time.
+// As take_whole (activation_tiles.cuh), not in batch-invariant mode. `arrived` counts the bytes
+// that have come, for the `turn`th time.
 template <bool kNorm>
 __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& args,
                                                   const DecodePhase& phase, int first,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
                                                   unsigned& turn) {
   constexpr int kColumnTiles = 2, kBlock = inputs_of_block(WeightType::bf16),
                 kUnits = kBlock / kUnit;
-  constexpr int kBytes = kUnits * kUnitLine;  // of a block of an eight
+  constexpr int kBytes = kUnits * kUnitLine;  // of a block of a column tile
   constexpr int kMostBlocks = kMostInputBytes / (kColumnTiles * kBytes) / kMmaWarps;
   constexpr int kMost = kColumnTiles * kMostBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % kColumns;
@@ -83,13 +83,13 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
   }
   if (kNorm) {
 #pragma unroll
-    for (int eight = 0; eight < kColumnTiles; ++eight) {
-      float sum = sums[eight];
+    for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+      float sum = sums[column_tile];
 #pragma unroll
-      for (int i = eight + kColumnTiles; i < kMost; i += kColumnTiles) sum += sums[i];
+      for (int i = column_tile + kColumnTiles; i < kMost; i += kColumnTiles) sum += sums[i];
       sum += __shfl_xor_sync(0xffffffffu, sum, 8);
       sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-      if (lane < kColumns) squares[eight * kMmaWarps * kColumns + token] = sum;
+      if (lane < kColumns) squares[column_tile * kMmaWarps * kColumns + token] = sum;
     }
   }
   __syncwarp();

@@ -1,5 +1,5 @@
 // What becomes of a unit's sums: a warp has eight channels of eight tokens, a lane two neighbouring
-// ones of one token. A block always finishes the same units of the residual stream, and keeps them.
+// ones of one token. A block always has the same units of the residual stream, and keeps them.
 #pragma once
 
 #include "../core/vector_access.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ float2 total_in_order(const float (&sums)[kMostSplitK
   }
   return all;
 }
-// Of all warps, of the eight whose sums begin at `first`.
+// Of all warps, of the column tile whose sums begin at `first`.
 template <int kTokens, int kSums>
 __device__ __forceinline__ float2 total(const float (&sums)[kMmaWarps][kSums], int first) {
   const int lane = threadIdx.x % 32, at = first + place_of_sum(lane / 4 % kTokens, lane % 4 * 2);
@@ -89,7 +89,7 @@ template <int kGates>
 struct Beside {
   float2 shift[kGates] = {}, factor[kGates] = {}, before = {};
 };
-// All of one, or of each eight, which the compiler does not know.
+// All of one, or of each column tile, which the compiler does not know.
 template <class T>
 __device__ __forceinline__ T one_of(const T (&all)[1], int) {
   return all[0];
@@ -99,8 +99,8 @@ __device__ __forceinline__ T one_of(const T (&all)[2], int which) {
   return which == 0 ? all[0] : all[1];
 }
 
-// Warps take turns at what a block has to finish: units, of each eight after the other. So two
-// warps finish a unit of two eights.
+// Warps take turns at the items of a block's epilogue: units, of each column tile after the other.
+// So two warps finish a unit of two column tiles.
 template <template <class> class CellOf, WeightType kType, bool kSplit, bool kBatchInvariant,
           int kColumnTiles, class Options>
 __device__ __forceinline__ void epilogue(
@@ -110,17 +110,17 @@ __device__ __forceinline__ void epilogue(
   constexpr int kGates = CellOf<float>::kInputs;
   using OfBlock = Shared<kGates, kSplit, kBatchInvariant, kColumnTiles>;
   const int warp = threadIdx.x / 32 - kMmaWarps, lane = threadIdx.x % 32;
-  const auto token_of = [&](int eight) { return eight * kColumns + lane / 4; };
+  const auto token_of = [&](int column_tile) { return column_tile * kColumns + lane / 4; };
   int slots[kColumnTiles];  // -1: none
 #pragma unroll
-  for (int eight = 0; eight < kColumnTiles; ++eight) {
-    const int token = token_of(eight);
-    slots[eight] = token < args.batch ? args.slots[token] : -1;
-    if (slots[eight] >= args.num_slots) slots[eight] = -1;
+  for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+    const int token = token_of(column_tile);
+    slots[column_tile] = token < args.batch ? args.slots[token] : -1;
+    if (slots[column_tile] >= args.num_slots) slots[column_tile] = -1;
   }
   constexpr int kLine = bytes_of_unit(kSplit);
   float2 stream[kColumnTiles] = {};  // the residual one, of each of this warp's turns
-  unsigned turn = 0;                 // in a fixed order: how many units this warp has taken sums of
+  unsigned turn = 0;  // in batch-invariant mode: how many units this warp has taken sums of
 #pragma unroll 1
   for (int p = 0; p < args.phases; ++p) {
     const DecodePhase& phase = args.phase[p];
@@ -166,9 +166,9 @@ __device__ __forceinline__ void epilogue(
     }
 #pragma unroll 1
     for (int kept = 0; item < end; item += kEpilogueWarps, ++kept) {
-      const int unit = item / kColumnTiles, eight = item % kColumnTiles;
+      const int unit = item / kColumnTiles, column_tile = item % kColumnTiles;
       const int channel = unit * kUnit + lane % 4 * 2;
-      const int token = token_of(eight), slot = one_of(slots, eight);
+      const int token = token_of(column_tile), slot = one_of(slots, column_tile);
       const bool real = token < args.batch;
       const Beside<kGates> here = next;
       next = beside(item + kEpilogueWarps);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void epilogue(
             return total_in_order(shared.sums[room][gate], phase.parts);
           } else {
             return total<OfBlock::kTokens>(shared.sums[room][gate],
-                                           eight * OfBlock::kSumsOfColumnTile);
+                                           column_tile * OfBlock::kSumsOfColumnTile);
           }
         };
         y[0] = total_of(0);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void epilogue(
           for (int gate = 1; gate < kGates; ++gate) y[gate] = total_of(gate);
         }
         if (!kBatchInvariant)
-          scale = normed ? norm_scale_of_warps(args, shared.squares[eight]) : 1.0f;
+          scale = normed ? norm_scale_of_warps(args, shared.squares[column_tile]) : 1.0f;
         ++turn;
         delay(8, 3000);
         __syncwarp();
@@ -258,7 +258,7 @@ __device__ __forceinline__ void epilogue(
         }
       }
       if (real) {
-        store_word(to + eight * args.column_tile_bytes + unit * kLine + lane * 4,
+        store_word(to + column_tile * args.column_tile_bytes + unit * kLine + lane * 4,
                    rounded(out.x, out.y, bf16{}));
       }
       // Other units of this block are stored by now or by other warps just now: this only keeps

@@ -5,9 +5,9 @@
 // before. One warp of each block copies that block's rows of every matrix, in the order in which
 // they will be needed, into a ring that takes most of the shared memory; it runs ahead by what the
 // ring holds. Sixteen warps multiply each block of inputs as soon as it has been written
-// (global_exchange.cuh; eight_column_tiles.cuh of more than eight sequences), or in a fixed order
-// each its part of all inputs (deterministic.cuh); three finish the sums and write what the next
-// product reads (epilogue.cuh).
+// (global_exchange.cuh; eight_column_tiles.cuh of more than eight sequences), or in batch-invariant
+// mode each its part of all inputs (deterministic.cuh); three run the epilogue and write what the
+// next product reads (epilogue.cuh).
 //
 // Between two products latency counts: nothing is read after the inputs that could be read before,
 // nobody waits who need not, and code is short, because each phase runs through all of it once.

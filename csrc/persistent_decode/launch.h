@@ -1,4 +1,4 @@
-// What the kernel of a whole step gives to its operators.
+// What the kernel of a persistent decode step gives to its operators.
 #pragma once
 
 #include "args.h"

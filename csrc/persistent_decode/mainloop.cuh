@@ -1,6 +1,6 @@
 // Weights into shared memory, and products of two tiles at a time.
 //
-// Unless the order of sums is fixed (deterministic.cuh), every warp multiplies its own blocks of
+// Unless sums are batch-invariant (deterministic.cuh), every warp multiplies its own blocks of
 // the inputs by all tiles of its block, and takes them without waiting for another warp. Two groups
 // of warps take turns at the stages of the ring, so that a stage is full whatever the number of
 // inputs, and half of the warps wait at its barriers.
@@ -24,7 +24,7 @@ int in_flight(const PersistentDecodeArgs& args) {
   const bool few = kType != WeightType::bf16 || args.batch > kColumns || args.width <= 1024;
   return few ? 2 : kMostInFlight;
 }
-// A group waits for its next stage, up to so many after its last one, by the parity of its place's
+// A group waits for its next stage, up to so many after its last one, by the parity of its slot's
 // barrier, which is that of the copy before the last one too. So the last copy there, which may be
 // the other group's, has to have landed by then: it is none of those that are on their way.
 constexpr int kMostAhead = kGroups + 1;
@@ -48,7 +48,8 @@ __device__ __forceinline__ int stages_of(int inputs) {
 }
 
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
-// because they are multiplied together. In a fixed order it tells how many stages it has asked for.
+// because they are multiplied together. In batch-invariant mode it tells how many stages it has
+// asked for.
 template <int kGates, WeightType kType, bool kBatchInvariant, class Shared>
 __device__ __forceinline__ void load_weights(const PersistentDecodeArgs& args, Shared& shared,
                                              unsigned char* ring) {
@@ -118,11 +119,11 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
   constexpr int kOfTile = kMmaWarps * OfBlock::kSums;
   constexpr int kOfEpilogueWarp = kGates * kOfTile;
   PipelineState stage;  // this group's next one
-  unsigned handed = 0;  // a bit for each warp that finishes: whether its units so far are odd
+  unsigned handed = 0;  // a bit for each epilogue warp: whether its units so far are odd
   // Whether this group had stages of the last product. Else it may be far ahead of the other one,
   // and waits for what that one has summed before it asks for its next stage (kMostAhead).
   bool had_some = true;
-  unsigned arrivals = 0;  // how many times inputs have come to this warp by the copy engine
+  unsigned arrivals = 0;  // how many times inputs have come to this warp by TMA
   Tiles held;
   stage.at = group;
   // Of a single tile, what lies beside it is multiplied too, and nobody looks at the sums.
@@ -191,10 +192,10 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
         for (; left > later; left -= kGroups) {
           if (left * kOfGroup > missing) {
 #pragma unroll
-            for (int eight = 0; eight < kColumnTiles; ++eight) {
+            for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
               typename Tiles::Inputs of_column_tile = at;
-              of_column_tile.advance(eight * args.input_bytes);
-              held.multiply(sums[eight], of_column_tile);
+              of_column_tile.advance(column_tile * args.input_bytes);
+              held.multiply(sums[column_tile], of_column_tile);
             }
           }
           at.advance(of_block);
@@ -216,11 +217,12 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
         if (gate == 0) wait_for_room(epilogue_warp);
         if (ends && two) wait_for_room(second);
 #pragma unroll
-        for (int eight = 0; eight < kColumnTiles; ++eight) {
-          float* const of_column_tile = sums_of_lane + eight * OfBlock::kSumsOfColumnTile;
-          sums[eight].store(of_column_tile + epilogue_warp * kOfEpilogueWarp + gate * kOfTile,
-                            of_column_tile + second * kOfEpilogueWarp + second_gate * kOfTile, two);
-          sums[eight] = {};
+        for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
+          float* const of_column_tile = sums_of_lane + column_tile * OfBlock::kSumsOfColumnTile;
+          sums[column_tile].store(of_column_tile + epilogue_warp * kOfEpilogueWarp + gate * kOfTile,
+                                  of_column_tile + second * kOfEpilogueWarp + second_gate * kOfTile,
+                                  two);
+          sums[column_tile] = {};
         }
         if (ends) hand(epilogue_warp);
         epilogue_warp = second, gate = second_gate;

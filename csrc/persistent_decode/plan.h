@@ -101,15 +101,15 @@ class Plan {
   }
 
  private:
-  // Rows whose inputs have room all at once: of more than an eight, for all that two eights have.
+  // Rows whose inputs have room all at once: of more than one column tile, for all that two have.
   int whole_rows(int inputs) const {
     const int row = 2 * inputs, all = input_room(static_cast<int>(gates_), kMostTokens) / row;
     return all >= kMostTokens ? kMostTokens : std::min(kMostInputBytes / row, kColumns);
   }
 
   // Inputs of more than there is room for come in pieces, if the sums of all tiles can wait in
-  // registers and no norm needs all inputs first; in a fixed order in halves or quarters, that have
-  // as many parts each.
+  // registers and no norm needs all inputs first; in batch-invariant mode in halves or quarters,
+  // that have as many parts each.
   int most_batch_of(const DecodePhase& phase, bool normed) const {
     const int whole = whole_rows(phase.inputs);
     const auto tiles = phase.each * gates_of(static_cast<PhaseKind>(phase.kind));

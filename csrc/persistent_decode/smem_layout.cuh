@@ -8,11 +8,11 @@ namespace minserve {
 namespace cuda {
 namespace persistent {
 
-// Warps: two groups multiply, some finish sums, one copies weights.
+// Warps: two groups multiply, some run the epilogue, one copies weights.
 constexpr int kGroups = 2, kOfGroup = 8, kMmaWarps = kGroups * kOfGroup;
 constexpr int kEpilogueWarps = 3, kTmaWarp = kMmaWarps + kEpilogueWarps;
 constexpr int kThreads = (kTmaWarp + 1) * 32;
-// Rooms for sums of a unit in a fixed order: so many for each warp that finishes.
+// Rooms for sums of a unit in batch-invariant mode: so many for each epilogue warp.
 constexpr int kRoomsEach = 2, kBatchInvariantRooms = kRoomsEach * kEpilogueWarps;
 
 // A stage is what one group multiplies at once: a block of inputs for each of its warps, of two
@@ -33,32 +33,33 @@ __host__ __device__ constexpr int place_of_sum(int token, int row) {
 template <int kGates, bool kSplit, bool kBatchInvariant, int kColumnTiles = 1>
 struct Shared {
   static_assert(kColumnTiles == 1 || !(kSplit || kBatchInvariant), "for a few rows");
-  // Sums of a unit come from every warp, or in a fixed order from one for each part of the inputs.
+  // Sums of a unit come from every warp, or in batch-invariant mode from one for each part of the
+  // inputs.
   static constexpr int kParts = kBatchInvariant ? kMostSplitK : kMmaWarps;
   static constexpr int kRooms = kBatchInvariant ? kBatchInvariantRooms : kEpilogueWarps;
   static constexpr int kSquares = kBatchInvariant ? kMostSquares : kMmaWarps;
   static constexpr int kTokens = kSplit ? kMostSplit : kColumns;
   static constexpr int kSumsOfColumnTile = place_of_sum(kTokens, 0),
                        kSums = kColumnTiles * kSumsOfColumnTile;
-  float sums[kRooms][kGates][kParts][kSums];  // of a unit; rooms for each warp that finishes
+  float sums[kRooms][kGates][kParts][kSums];  // of a unit; rooms for each epilogue warp
   float squares[kColumnTiles][kSquares][kColumns];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kEpilogueWarps];                  // sums
-  // In a fixed order: units whose sums have been taken, by warps that finish; the newest phase
+  // In batch-invariant mode: units whose sums have been taken, by epilogue warps; the newest phase
   // whose inputs and their squares are all here; stages that copies have been asked for.
   unsigned units_taken[kEpilogueWarps], products_begun, stages_asked;
-  std::uint64_t arrived[kMmaWarps];  // inputs that a warp has asked for, of several eights
+  std::uint64_t arrived[kMmaWarps];  // inputs that a warp has asked for, of several column tiles
   std::uint64_t stored;              // this block's last unit of a phase
 };
 
-// Named barriers: 0 is that of __syncthreads, then one for each room for sums: a warp that finishes
-// waits, or two of two eights, until all have arrived that multiply, or in a fixed order all that
-// have had a part.
+// Named barriers: 0 is that of __syncthreads, then one for each room for sums: an epilogue warp
+// waits, or two of two column tiles, until all have arrived that multiply, or in batch-invariant
+// mode all that have had a part.
 constexpr int kSummed = 1;
 template <int kColumnTiles>
 constexpr int kBarrierThreads = (kMmaWarps + kColumnTiles) * 32;
 constexpr int kLooked = kSummed + kBatchInvariantRooms;  // all have read how many blocks have ended
-constexpr int kTaken = kLooked + 1;  // in a fixed order: all inputs of a product are there
+constexpr int kTaken = kLooked + 1;  // in batch-invariant mode: all inputs of a product are there
 static_assert(kTaken < 16, "a block has sixteen barriers");
 
 template <int kColumnTiles = 1>
@@ -77,7 +78,7 @@ __device__ __forceinline__ void prepare(Shared& shared) {
 #pragma unroll 1
   for (int i = 0; i < kEpilogueWarps; ++i) {
     mbarrier_init(shared.taken[i], kColumnTiles);
-    for (int eight = 0; eight < kColumnTiles; ++eight) {
+    for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
       mbarrier_arrive(shared.taken[i]);  // as if there had been sums
     }
     shared.units_taken[i] = 0;
@@ -103,7 +104,7 @@ template <int kGates>
 __device__ __forceinline__ int gates_of(const DecodePhase& phase) {
   return phase.kind == static_cast<int>(PhaseKind::gates) ? kGates : 1;
 }
-// A ring's places, in the order in which all go through them.
+// A stage of the ring of weights, and how often the ring has been gone round.
 struct PipelineState {
   int at = 0;
   unsigned round = 0;

@@ -16,7 +16,7 @@ __device__ __forceinline__ void mbarrier_arrive_times(std::uint64_t& barrier, un
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// `threads`, whole warps, meet.
+// Of `threads`, whole warps, whose lanes may have diverged.
 __device__ __forceinline__ void named_barrier_sync_unaligned(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -45,7 +45,7 @@ class Stages {
         places_(places),
         inverse_(0xffffffffu / places + 1) {}
 
-  // Until stage n, of which the caller has a part, has landed; returns its place. A barrier tells
+  // Until stage n, of which the caller has a part, has landed; returns its slot. A barrier tells
   // the newest copy from the one before alone. Once this one has been asked for, the one before has
   // landed; and none comes after it before the caller has given its part back.
   __device__ __forceinline__ unsigned wait(unsigned n) {
@@ -55,7 +55,7 @@ class Stages {
     mbarrier_wait(shared_.full[at], round(n) % 2);
     return at;
   }
-  // By a whole warp: so many of the blocks in a place, of which it waits for no more.
+  // By a whole warp: so many of the blocks in a slot, of which it waits for no more.
   __device__ __forceinline__ void give_back(unsigned place, unsigned blocks) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_.empty[place], blocks);
@@ -79,7 +79,7 @@ __device__ __forceinline__ int threads_of_unit(int gates, int parts) {
 struct Room {
   std::uint32_t sums, taken;  // addresses: of the sums, of how many units have been taken
   int barrier;
-  unsigned turn;  // of the warp that finishes the unit
+  unsigned turn;  // of the unit's epilogue warp
 
   __device__ __forceinline__ void wait() const {
     while (static_cast<int>(count_at(taken) - turn) < 1 - kRoomsEach) {
@@ -87,7 +87,7 @@ struct Room {
   }
 };
 
-// Each warp that finishes has some, which its units take in turn.
+// Each epilogue warp has some, which its units take in turn.
 template <int kGates>
 class Rooms {
  public:
@@ -124,7 +124,7 @@ class Rooms {
  private:
   static_assert(kEpilogueWarps == 3, "each has a count");
   std::uint32_t sums_, taken_;
-  unsigned had_[kEpilogueWarps] = {};  // units of each warp that finishes, before this product
+  unsigned had_[kEpilogueWarps] = {};  // units of each epilogue warp, before this product
 };
 
 }  // namespace persistent

@@ -58,37 +58,40 @@ long wrong = 0;
 std::set<Kind> reached;
 
 void reach(const char* rule, const GemmConfig& choice, std::int64_t gates) {
-  std::string name = known(choice.form).name;
-  if (name.rfind("wide", 0) == 0) name += "/" + std::to_string(choice.parts);
-  reached.insert({rule, name, static_cast<int>(gates), choice.parts > 1, choice.turns > 1});
+  std::string name = known(choice.tile).name;
+  if (name.rfind("persistent", 0) == 0) name += "/" + std::to_string(choice.split_k);
+  reached.insert(
+      {rule, name, static_cast<int>(gates), choice.split_k > 1, choice.serial_split_k > 1});
 }
 
 void check(const char* rule, const GemmConfig& choice, std::int64_t channels, std::int64_t inputs,
            std::int64_t gates, std::int64_t tokens, bool also = true) {
   reach(rule, choice, gates);
-  const Known form = known(choice.form);
+  const Known form = known(choice.tile);
   const std::string name = form.name;
-  const bool wide = name.rfind("wide", 0) == 0;
+  const bool wide = name.rfind("persistent", 0) == 0;
   const std::int64_t steps = (inputs + 63) / 64;
-  bool ok = also && choice.parts >= 1 && choice.turns >= 1 && form.tokens % choice.parts == 0 &&
-            choice.parts * choice.turns <= steps;
-  if (choice.turns > 1) {
-    const bool two_each = gates == 1 && choice.form == TileConfig::persistent_64_64 &&
-                          choice.turns == 2 && (choice.parts == 2 || choice.parts == 4);
-    ok = ok && form.turns[gates] && (choice.parts == 1 || two_each);
+  bool ok = also && choice.split_k >= 1 && choice.serial_split_k >= 1 &&
+            form.tokens % choice.split_k == 0 && choice.split_k * choice.serial_split_k <= steps;
+  if (choice.serial_split_k > 1) {
+    const bool two_each = gates == 1 && choice.tile == TileConfig::persistent_64_64 &&
+                          choice.serial_split_k == 2 &&
+                          (choice.split_k == 2 || choice.split_k == 4);
+    ok = ok && form.turns[gates] && (choice.split_k == 1 || two_each);
   } else {
-    ok = ok && choice.parts <= form.most_parts;
+    ok = ok && choice.split_k <= form.most_parts;
   }
   if (wide) {  // three gates have a warpgroup each; steps have all inputs
-    ok = ok && (gates < 3 || name.rfind("wide_192", 0) == 0) && (gates == 1 || choice.parts == 1);
+    ok = ok && (gates < 3 || name.rfind("persistent_192", 0) == 0) &&
+         (gates == 1 || choice.split_k == 1);
   }
   if (ok) return;
   ++wrong;
   std::printf(
       "%s: %lld channels, %lld inputs, %lld gates, %lld tokens: form %s, %d parts, %d turns\n",
       rule, static_cast<long long>(channels), static_cast<long long>(inputs),
-      static_cast<long long>(gates), static_cast<long long>(tokens), form.name, choice.parts,
-      choice.turns);
+      static_cast<long long>(gates), static_cast<long long>(tokens), form.name, choice.split_k,
+      choice.serial_split_k);
 }
 
 }  // namespace
@@ -105,7 +108,7 @@ int main(int count, char** given) {
     for (std::int64_t channels = 8; channels <= 140000; channels += channels / 7 / 8 * 8 + 8) {
       for (std::int64_t inputs = 8; inputs <= 20000; inputs += inputs / 7 / 8 * 8 + 8) {
         for (std::int64_t gates = 1; gates <= 3; ++gates) {
-          const int parts = BatchInvariantHeuristic(channels, inputs, gates, 1).choose().parts;
+          const int parts = BatchInvariantHeuristic(channels, inputs, gates, 1).choose().split_k;
           for (std::int64_t tokens = 1; tokens <= 20000; tokens += tokens / 6 + 1, ++shapes) {
             check("usual", SmallBatchHeuristic(channels, inputs, gates, tokens).choose(), channels,
                   inputs, gates, tokens);
@@ -114,7 +117,7 @@ int main(int count, char** given) {
             const bool whole =
                 gates > 1 || channels <= BatchInvariantHeuristic::kOnePartRows || parts == 1;
             check("fixed", fixed, channels, inputs, gates, tokens,
-                  fixed.parts * fixed.turns == parts && whole);
+                  fixed.split_k * fixed.serial_split_k == parts && whole);
           }
         }
       }

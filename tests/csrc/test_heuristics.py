@@ -60,8 +60,8 @@ def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
     _, every = _run(driver)
     shapes, kinds = _run(driver, [number for case in wide_forms.SHAPES for number in case])
     assert shapes == len(wide_forms.SHAPES)
-    assert _of("usual wide", every) == _of("usual", kinds)
-    assert len(_of("usual wide", every)) == 23
+    assert _of("usual persistent", every) == _of("usual", kinds)
+    assert len(_of("usual persistent", every)) == 23
 
 
 def test_every_kernel_takes_every_form(driver: Path) -> None:
