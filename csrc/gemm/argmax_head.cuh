@@ -51,7 +51,7 @@ __device__ __forceinline__ std::uint64_t best_of_thread(const ArgmaxHeadSums& su
       best = max_or_nan(best, x);
     }
   }
-  return BestKey::of(best + 0.0f, first + at).key;
+  return ArgmaxKey::of(best + 0.0f, first + at).key;
 }
 
 // A warpgroup's part of a tile, whose sums are there: thread t has tokens t / 32 * 16 + t % 32 / 4

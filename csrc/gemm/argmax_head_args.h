@@ -17,7 +17,7 @@ struct ArgmaxHeadArgs : DeferredNorm {
   std::int64_t inputs = 0;
   std::int64_t tiles = 0;         // of kArgmaxColumns rows of weights
   const void* bias = nullptr;     // [channels], or null
-  std::uint64_t* best = nullptr;  // [tokens, tiles], as BestKey
+  std::uint64_t* best = nullptr;  // [tokens, tiles], as ArgmaxKey
 };
 
 }  // namespace minserve

@@ -1,4 +1,4 @@
-// A warp draws the best token of a row of which the bests of its parts are known.
+// A warp samples the best token of a row of which the bests of its parts are known.
 #pragma once
 
 #include "../core/reduce/argmax_key.cuh"
@@ -8,24 +8,24 @@
 namespace minserve {
 namespace cuda {
 
-constexpr unsigned kBestThreads = 128;
+constexpr unsigned kArgmaxThreads = 128;
 
-__global__ void __launch_bounds__(kBestThreads)
-    best_draw_kernel(const __grid_constant__ DrawArgs args) {
+__global__ void __launch_bounds__(kArgmaxThreads)
+    argmax_kernel(const __grid_constant__ SampleArgs args) {
   const std::int64_t r =
-      static_cast<std::int64_t>(blockIdx.x) * (kBestThreads / kWarp) + threadIdx.x / kWarp;
+      static_cast<std::int64_t>(blockIdx.x) * (kArgmaxThreads / kWarp) + threadIdx.x / kWarp;
   pdl_launch_dependents();
   wait_for_previous_kernel();
   if (r >= args.rows) return;
-  const WarpRow place(args, r);
+  const WarpRow row(args, r);
   std::uint64_t key = 0;
 #pragma unroll 4
   for (std::int64_t part = threadIdx.x % kWarp; part < args.parts; part += kWarp) {
     key = greater(key, args.best[r * args.parts + part]);
   }
-  if (!args.draws(r)) return;
-  const BestKey best{across_warp(key, greater)};
-  place.move_on(static_cast<std::int32_t>(best.is_finite() ? best.id() : kNotFinite));
+  if (!args.is_active(r)) return;
+  const ArgmaxKey best{across_warp(key, greater)};
+  row.move_on(static_cast<std::int32_t>(best.is_finite() ? best.id() : kNotFinite));
 }
 
 }  // namespace cuda

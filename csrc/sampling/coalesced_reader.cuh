@@ -7,8 +7,8 @@
 namespace minserve {
 namespace cuda {
 
-constexpr unsigned kFoursAhead = 4;  // of each lane
-constexpr unsigned kStepTokens = kFoursAhead * kStride;
+constexpr unsigned kLoadsAhead = 4;  // of each lane
+constexpr unsigned kStepTokens = kLoadsAhead * kStride;
 
 // Calls visit(logits of four neighbours, id of the first) for this thread's; a warp's lanes
 // together. Past the end there are some that weigh nothing. What comes next is on its way
@@ -16,7 +16,7 @@ constexpr unsigned kStepTokens = kFoursAhead * kStride;
 // that was read before, whole steps from the last to the first, since caches have what was read
 // last; they had better keep others then, since mostly nobody reads all of it once more.
 template <bool kAgain, class Begin, class Visit>
-__device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit visit) {
+__device__ __forceinline__ void read_coalesced(const Row& row, Begin begin, Visit visit) {
   const unsigned warp = threadIdx.x / kWarp, end = row.last(warp);
   const unsigned lane_first = threadIdx.x % kWarp * kTogether;
   unsigned from = row.first(warp);  // of the step that is looked at
@@ -24,7 +24,7 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
   unsigned whole = row.aligned ? (end - from) / kStepTokens : 0;
   const unsigned rest = from + whole * kStepTokens;
   if (kAgain && whole > 0) from = rest - kStepTokens;
-  float4 x[kFoursAhead];
+  float4 x[kLoadsAhead];
   const auto load = [&](unsigned a, unsigned first) {
     const unsigned id = first + lane_first + a * kStride;
     x[a] = row.four(id < end ? id : row.vocab);
@@ -36,15 +36,15 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
   const bool begun = whole > 0;
   if (begun) {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load_next(a);
+    for (unsigned a = 0; a < kLoadsAhead; ++a) load_next(a);
   } else {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, from);
+    for (unsigned a = 0; a < kLoadsAhead; ++a) load(a, from);
   }
   begin(x);
   const auto visit_then = [&](auto load_four) {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) {
+    for (unsigned a = 0; a < kLoadsAhead; ++a) {
       const float logits[] = {x[a].x, x[a].y, x[a].z, x[a].w};
       visit(logits, from + lane_first + a * kStride);
       load_four(a);
@@ -53,8 +53,8 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
 #pragma unroll 1
   while (whole > 0) {
     --whole;
-    if (kAgain) next -= kFoursAhead * kWarp;
-    if (!kAgain) next += kFoursAhead * kWarp;
+    if (kAgain) next -= kLoadsAhead * kWarp;
+    if (!kAgain) next += kLoadsAhead * kWarp;
     visit_then([&](unsigned a) {
       if (whole > 0) load_next(a);
     });
@@ -64,7 +64,7 @@ __device__ __forceinline__ void each_four(const Row& row, Begin begin, Visit vis
   from = rest;
   if (begun && from < end) {
 #pragma unroll
-    for (unsigned a = 0; a < kFoursAhead; ++a) load(a, from);
+    for (unsigned a = 0; a < kLoadsAhead; ++a) load(a, from);
   }
 #pragma unroll 1
   while (from < end) {

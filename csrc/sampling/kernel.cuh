@@ -1,4 +1,5 @@
-// A team of blocks draws the token of one row; rows of small vocabularies are warp_kernel.cuh's.
+// A cluster of blocks samples the token of one row; rows of small vocabularies are
+// warp_kernel.cuh's.
 //
 // Where there is room, each block keeps its piece of the row in shared memory: a row is read from
 // memory once. Else a block has the whole row and reads it time and again through the caches.
@@ -11,17 +12,17 @@
 namespace minserve {
 namespace cuda {
 
-struct DrawShared {
-  Team::Shared team;
+struct SampleShared {
+  Cluster::Shared cluster;
   SelectResults results;
-  TriedShared tried;
+  RejectionShared by_rejection;
   Sections sections;
 };
 // Behind it in shared memory: what Selection needs, then the block's piece of the row.
-constexpr unsigned kDrawSharedBytes = (sizeof(DrawShared) + 15) / 16 * 16;
+constexpr unsigned kSampleSharedBytes = (sizeof(SampleShared) + 15) / 16 * 16;
 
 // What a block's tokens are as they are first read.
-struct Best : BestKey {
+struct Best : ArgmaxKey {
   float least;  // -infinity for fours that the row ends in
   unsigned unused;
 };
@@ -41,7 +42,7 @@ class BestOfThread {
   __device__ __forceinline__ Best of_block(Block& block) const {
     Best best = {};
     // 0 is added since -0 is no less than 0.
-    best.key = block.all(BestKey::of(best_ + 0.0f, id_).key, std::uint64_t{0}, greater);
+    best.key = block.all(ArgmaxKey::of(best_ + 0.0f, id_).key, std::uint64_t{0}, greater);
     return best;
   }
 
@@ -51,19 +52,19 @@ class BestOfThread {
 };
 
 // Of fours of a piece, wherever a block meets them. stored: where they are left, or null.
-class FirstLook {
+class FirstPass {
  public:
   __device__ __forceinline__ void add(const float4& x, unsigned at, unsigned base, float* stored) {
     if (stored) *reinterpret_cast<float4*>(stored + at) = x;
     best_.add({x.x, x.y, x.z, x.w}, base + at);
     least_ = lesser(least_, lesser(lesser(x.x, x.y), lesser(x.z, x.w)));
   }
-  // The team's.
-  __device__ __forceinline__ Best best(Team& team) const {
-    Best mine = best_.of_block(team.block);
-    mine.least = team.block.all(least_, -kImpossible, lesser);
+  // The cluster's.
+  __device__ __forceinline__ Best best(Cluster& cluster) const {
+    Best mine = best_.of_block(cluster.block);
+    mine.least = cluster.block.all(least_, -kImpossible, lesser);
     Best all = mine;
-    team.each(mine, [&](unsigned, const Best& said) {
+    cluster.each(mine, [&](unsigned, const Best& said) {
       all.key = greater(all.key, said.key);
       all.least = lesser(all.least, said.least);
     });
@@ -76,19 +77,19 @@ class FirstLook {
 };
 
 // base: the id of a block's first token.
-__device__ inline Best best_of(const Row& row, unsigned base, float* stored, Team& team) {
-  FirstLook look;
+__device__ inline Best best_of(const Row& row, unsigned base, float* stored, Cluster& cluster) {
+  FirstPass look;
   row.each<8>([&](unsigned at, const float4& x) { look.add(x, at, base, stored); });
-  return look.best(team);
+  return look.best(cluster);
 }
 // The same, and weighs the piece's sections.
 __device__ inline Best best_and_sections_of(const Row& row, unsigned base, float* stored,
-                                            float octaves, Sections& sections, Team& team) {
-  const unsigned lane = team.block.lane();
+                                            float octaves, Sections& sections, Cluster& cluster) {
+  const unsigned lane = cluster.block.lane();
   const unsigned count = (row.vocab + kSectionTokens - 1) / kSectionTokens;
-  FirstLook look;
+  FirstPass look;
 #pragma unroll 1
-  for (unsigned section = team.block.warp(); section < count; section += team.block.warps()) {
+  for (unsigned section = cluster.block.warp(); section < count; section += cluster.block.warps()) {
     const unsigned first = section * kSectionTokens + lane * kTogether;
     LaneFours x;
 #pragma unroll
@@ -98,8 +99,8 @@ __device__ inline Best best_and_sections_of(const Row& row, unsigned base, float
     for (unsigned a = 0; a < kFoursOfLane; ++a) {
       const unsigned at = first + a * kStride;
       if (at < row.vocab) look.add(x[a], at, base, stored);
-      float odds[kTogether];
-      section_sum.add(x[a], odds);
+      float scaled_prob[kTogether];
+      section_sum.add(x[a], scaled_prob);
     }
     const std::uint64_t sum = section_sum.sum();
     if (lane == 0) {
@@ -107,33 +108,34 @@ __device__ inline Best best_and_sections_of(const Row& row, unsigned base, float
       sections.sums[section] = sum;
     }
   }
-  return look.best(team);
+  return look.best(cluster);
 }
 
-// Of the row's tokens that the filters keep, the one that is drawn; kElsewhere in blocks that do
+// Of the row's tokens that the filters keep, the one that is sampled; kElsewhere in blocks that do
 // not have it.
 template <bool kStored>
-__device__ unsigned kept_token(const Tokens<kStored>& tokens, float farthest,
-                               const RowParameters& given, std::int64_t vocab, double number,
-                               Team& team, const SelectShared& select, SelectResults& results) {
+__device__ unsigned sample_kept(const Tokens<kStored>& tokens, float farthest,
+                                const RowParameters& given, std::int64_t vocab, double number,
+                                Cluster& cluster, const SelectShared& select,
+                                SelectResults& results) {
   Cut cut;
   const bool has_top_k = given.top_k > 0 && given.top_k < vocab;
   float within = farthest < kFarthest ? farthest : kFarthest;
   if (has_top_k) {
-    cut = Selection<false, kStored>(tokens, within, cut, team, select, results)
+    cut = Selection<false, kStored>(tokens, within, cut, cluster, select, results)
               .cut({static_cast<std::uint64_t>(given.top_k), 1.0, true});
     if (cut.distance < __float_as_uint(within)) within = __uint_as_float(cut.distance);
   }
   if (given.top_p < 1.0 || (has_top_k && given.top_k > kExactTokens)) {
-    cut = Selection<true, kStored>(tokens, within, cut, team, select, results)
+    cut = Selection<true, kStored>(tokens, within, cut, cluster, select, results)
               .cut({0, given.top_p, has_top_k});
   }
   if (given.min_p > 0.0f) {
     const Cut other = min_p_cut(given.min_p);
     if (other.distance < cut.distance) cut = other;
   }
-  return token_at(tokens, team, results.found, WeightSum<kStored>(cut),
-                  [&](std::uint64_t total) { return drawn_weight(number, total); });
+  return token_at(tokens, cluster, results.found, WeightSum<kStored>(cut),
+                  [&](std::uint64_t total) { return sampled_weight(number, total); });
 }
 
 // Tokens of a block's piece of a row; whole sections.
@@ -143,19 +145,19 @@ MS_HD std::int64_t piece_of_row(std::int64_t vocab, unsigned blocks) {
 
 // The row's token, -1 where its logits are not finite; kElsewhere in all blocks but one.
 template <bool kStored>
-__device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowParameters& given,
-                                std::int64_t position, char* memory) {
-  DrawShared& shared = *reinterpret_cast<DrawShared*>(memory);
-  const SelectShared select(memory + kDrawSharedBytes);
+__device__ unsigned sample_token(const SampleArgs& args, std::int64_t r, const RowParameters& given,
+                                 std::int64_t position, char* memory) {
+  SampleShared& shared = *reinterpret_cast<SampleShared*>(memory);
+  const SelectShared select(memory + kSampleSharedBytes);
   float* stored =
-      reinterpret_cast<float*>(memory + kDrawSharedBytes + SelectShared::bytes(blockDim.x));
-  Team team(shared.team);
+      reinterpret_cast<float*>(memory + kSampleSharedBytes + SelectShared::bytes(blockDim.x));
+  Cluster cluster(shared.cluster);
   const bool greedy = !(given.temperature > 0.0f);
-  const bool tried = !greedy && is_tried(args.vocab, given.top_k);
+  const bool by_rejection = !greedy && uses_rejection(args.vocab, given.top_k);
   const float octaves = octaves_of(given.temperature);
 
-  const std::int64_t piece = piece_of_row(args.vocab, team.blocks());
-  const std::int64_t base = team.rank() * piece, left = args.vocab - base;
+  const std::int64_t piece = piece_of_row(args.vocab, cluster.blocks());
+  const std::int64_t base = cluster.rank() * piece, left = args.vocab - base;
   const float* const logits = args.logits + r * args.row_stride + base;
   const Row row = {logits,
                    static_cast<unsigned>(left < 0       ? 0
@@ -164,48 +166,49 @@ __device__ unsigned drawn_token(const DrawArgs& args, std::int64_t r, const RowP
                    Row::is_aligned(logits)};
   const auto id_of_first = static_cast<unsigned>(base);
   if (!kStored || greedy) stored = nullptr;
-  const Best best =
-      tried ? best_and_sections_of(row, id_of_first, stored, octaves, shared.sections, team)
-            : best_of(row, id_of_first, stored, team);
+  const Best best = by_rejection ? best_and_sections_of(row, id_of_first, stored, octaves,
+                                                        shared.sections, cluster)
+                                 : best_of(row, id_of_first, stored, cluster);
   if (!best.is_finite() || greedy) {
-    return team.rank() ? kElsewhere : best.is_finite() ? best.id() : kNotFinite;
+    return cluster.rank() ? kElsewhere : best.is_finite() ? best.id() : kNotFinite;
   }
-  if (tried) {
-    const Tries tries(given, position, row, id_of_first, best.logit(), shared.sections, team);
-    if (!(given.top_p < 1.0 || given.min_p > 0.0f)) return tries.first();
-    tries.tell(shared.tried);
+  if (by_rejection) {
+    const Attempts attempts(given, position, row, id_of_first, best.logit(), shared.sections,
+                            cluster);
+    if (!(given.top_p < 1.0 || given.min_p > 0.0f)) return attempts.first();
+    attempts.tell(shared.by_rejection);
   }
   const Distances distances{best.logit(), octaves};
   const Tokens<kStored> tokens(row, stored, id_of_first, distances);
-  if (tried) {
-    const unsigned token = kept_try(tokens, distances, given, team, shared.tried);
-    if (token != kRefused) return team.rank() ? kElsewhere : token;
+  if (by_rejection) {
+    const unsigned token = accepted_attempt(tokens, distances, given, cluster, shared.by_rejection);
+    if (token != kAllRejected) return cluster.rank() ? kElsewhere : token;
   }
-  const double number = uniform_number(given.stream, position, tried ? kTries : 0);
-  return kept_token(tokens, distances(best.least), given, args.vocab, number, team, select,
-                    shared.results);
+  const double number = uniform_number(given.stream, position, by_rejection ? kAttempts : 0);
+  return sample_kept(tokens, distances(best.least), given, args.vocab, number, cluster, select,
+                     shared.results);
 }
 
 template <bool kStored, int kMostThreads, int kBlocks>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
-    draw_kernel(const __grid_constant__ DrawArgs args) {
+    sample_kernel(const __grid_constant__ SampleArgs args) {
   extern __shared__ uint4 memory[];
   const std::int64_t r = blockIdx.x / blocks_of_cluster();
   pdl_launch_dependents();
-  Team::begin();
+  Cluster::begin();
   wait_for_previous_kernel();
   const RowParameters given(args, r);
   const std::int64_t position = args.positions[r];
-  if (!args.draws(r)) return;
+  if (!args.is_active(r)) return;
   const unsigned token =
-      drawn_token<kStored>(args, r, given, position, reinterpret_cast<char*>(memory));
+      sample_token<kStored>(args, r, given, position, reinterpret_cast<char*>(memory));
   if (threadIdx.x == 0 && token != kElsewhere) move_on(args, r, static_cast<std::int32_t>(token));
 }
 
-constexpr std::int64_t draw_shared_bytes(unsigned threads) {
-  return kDrawSharedBytes + static_cast<std::int64_t>(SelectShared::bytes(threads));
+constexpr std::int64_t sample_shared_bytes(unsigned threads) {
+  return kSampleSharedBytes + static_cast<std::int64_t>(SelectShared::bytes(threads));
 }
-inline std::int64_t draw_stored_bytes(std::int64_t vocab, unsigned blocks) {
+inline std::int64_t stored_row_bytes(std::int64_t vocab, unsigned blocks) {
   return piece_of_row(vocab, blocks) * static_cast<std::int64_t>(sizeof(float));
 }
 

@@ -18,9 +18,9 @@ T* changed(const Check& check, const Tensor& t, const char* name, ScalarType typ
 }
 
 // Where rows stand, all changed in place.
-void place(const Check& check, DrawArgs& args, const Tensor& tokens, const Tensor& slots,
-           const Tensor& positions, const Tensor& remaining, const Tensor& cursor,
-           const Tensor& out) {
+void set_row_state(const Check& check, SampleArgs& args, const Tensor& tokens, const Tensor& slots,
+                   const Tensor& positions, const Tensor& remaining, const Tensor& cursor,
+                   const Tensor& out) {
   const std::int64_t rows = args.rows;
   args.tokens = changed<std::int32_t>(check, tokens, "tokens", ScalarType::Int, rows);
   args.slots = changed<std::int32_t>(check, slots, "slots", ScalarType::Int, rows);
@@ -36,19 +36,19 @@ void place(const Check& check, DrawArgs& args, const Tensor& tokens, const Tenso
   args.steps = out.size(0);
 }
 
-void run_draw(const DrawArgs& args, const Tensor& logits) {
+void run_sample(const SampleArgs& args, const Tensor& logits) {
   if (args.rows == 0) return;
   if (logits.is_cpu()) {
-    const DrawKernels kernels = MS_BY_ISA(draw_kernels)();
-    return by_rows(args, [&](const DrawArgs&, std::int64_t begin, std::int64_t end) {
-      RowDraw row(args, kernels);
+    const SampleKernels kernels = MS_BY_ISA(sample_kernels)();
+    return by_rows(args, [&](const SampleArgs&, std::int64_t begin, std::int64_t end) {
+      RowSampler row(args, kernels);
       for (std::int64_t r = begin; r < end; ++r) {
-        if (args.draws(r)) move_on(args, r, row.token(r));
+        if (args.is_active(r)) move_on(args, r, row.token(r));
       }
     });
   }
 #ifdef MINSERVE_CUDA
-  cuda::draw(args, logits.get_device_index(), current_stream(logits));
+  cuda::sample(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif
@@ -76,12 +76,12 @@ void draw_(const Tensor& logits_given, const Tensor& tokens, const Tensor& slots
   const Tensor streams = torch::stable::contiguous(streams_given);
   const Tensor stop_ids = torch::stable::contiguous(stop_ids_given);
 
-  DrawArgs args;
+  SampleArgs args;
   args.rows = rows;
   args.vocab = vocab;
   args.logits = logits.const_data_ptr<float>();
   args.row_stride = logits.stride(0);
-  place(check, args, tokens, slots, positions, remaining, cursor, out);
+  set_row_state(check, args, tokens, slots, positions, remaining, cursor, out);
   check.tensor(temperature, "temperature", ScalarType::Float, {rows}, "[rows]");
   check.tensor(top_k, "top_k", ScalarType::Int, {rows}, "[rows]");
   check.tensor(top_p, "top_p", ScalarType::Double, {rows}, "[rows]");
@@ -101,7 +101,7 @@ void draw_(const Tensor& logits_given, const Tensor& tokens, const Tensor& slots
                   "cursor must be a row of out, which has ", args.steps, ", got ", args.cursor[r],
                   " at index ", r);
   }
-  run_draw(args, logits);
+  run_sample(args, logits);
 }
 
 #ifdef MINSERVE_CUDA
@@ -113,15 +113,15 @@ void draw_best(const Tensor& best_given, const Tensor& tokens, const Tensor& slo
   check.require(best_given.size(1) > 0, "best must have at least one part");
   const Tensor best = torch::stable::contiguous(best_given);
   const Tensor stop_ids = torch::stable::contiguous(stop_ids_given);
-  DrawArgs args;
+  SampleArgs args;
   args.rows = best.size(0);
   args.parts = best.size(1);
   args.best = static_cast<const std::uint64_t*>(best.const_data_ptr());
-  place(check, args, tokens, slots, positions, remaining, cursor, out);
+  set_row_state(check, args, tokens, slots, positions, remaining, cursor, out);
   check.tensor(stop_ids, "stop_ids", ScalarType::Int, {args.rows, -1}, "[rows, stop ids]");
   args.stop_ids = stop_ids.const_data_ptr<std::int32_t>();
   args.stops = stop_ids.size(1);
-  if (args.rows > 0) cuda::draw_best(args, best.get_device_index(), current_stream(best));
+  if (args.rows > 0) cuda::sample_argmax(args, best.get_device_index(), current_stream(best));
 }
 #endif
 

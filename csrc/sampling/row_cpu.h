@@ -1,6 +1,6 @@
-// One row's draw on the CPU: weights from the instruction set's loops; where tries do not settle
-// it, where the filters cut, from sums over bins of distances and partial sorting of the bin that
-// holds the cut.
+// One row's sampling on the CPU: weights from the instruction set's loops; where attempts do not
+// settle it, where the filters cut, from sums over bins of distances and partial sorting of the bin
+// that holds the cut.
 #pragma once
 
 #include <algorithm>
@@ -12,16 +12,17 @@
 
 namespace minserve {
 
-class RowDraw {
+class RowSampler {
  public:
-  RowDraw(const DrawArgs& args, const DrawKernels& kernels) : args_(args), kernels_(kernels) {}
+  RowSampler(const SampleArgs& args, const SampleKernels& kernels)
+      : args_(args), kernels_(kernels) {}
 
   // The token of row r, or -1 where its best logit is not finite.
   std::int32_t token(std::int64_t r) {
     logits_ = args_.logits + r * args_.row_stride;
     const RowParameters given(args_, r);
-    const bool tried = given.temperature > 0 && is_tried(args_.vocab, given.top_k);
-    best_ = tried ? best_of_sections() : kernels_.best(logits_, args_.vocab);
+    const bool by_rejection = given.temperature > 0 && uses_rejection(args_.vocab, given.top_k);
+    best_ = by_rejection ? best_of_sections() : kernels_.best(logits_, args_.vocab);
     if (!std::isfinite(best_)) return -1;
     if (!(given.temperature > 0)) {
       return static_cast<std::int32_t>(kernels_.first(logits_, args_.vocab, best_));
@@ -30,13 +31,13 @@ class RowDraw {
     const auto size = static_cast<std::size_t>(args_.vocab);
     distances_.resize(size);
     weights_.resize(size);
-    if (tried) {
-      weigh_sections();
-      const std::int32_t token = kept_try(given, args_.positions[r]);
+    if (by_rejection) {
+      find_section_weights();
+      const std::int32_t token = accepted_attempt(given, args_.positions[r]);
       if (token >= 0) return token;
     }
-    // Tries have weighed already, where they are asked what ranks before them.
-    if (!tried || !(given.top_p < 1.0)) weigh();
+    // Attempts have weighed already, where they are asked what ranks before them.
+    if (!by_rejection || !(given.top_p < 1.0)) find_weights();
     const bool has_top_k = given.top_k > 0 && given.top_k < args_.vocab;
     if (has_top_k || given.top_p < 1.0) {
       bins_.resize(size);
@@ -50,8 +51,8 @@ class RowDraw {
       const std::uint32_t bits = min_p_distance(given.min_p);
       if (bits < cut.distance) cut = {bits, 0xffffffffu};
     }
-    const int refused = tried ? kTries : 0;
-    return drawn(cut, uniform_number(given.stream, args_.positions[r], refused));
+    const int rejected = by_rejection ? kAttempts : 0;
+    return sampled(cut, uniform_number(given.stream, args_.positions[r], rejected));
   }
 
  private:
@@ -69,9 +70,9 @@ class RowDraw {
     return bits_of(std::max(0.0f, -static_cast<float>(std::log2(static_cast<double>(min_p)))));
   }
 
-  void weigh() {
-    farthest_ =
-        kernels_.weigh(logits_, args_.vocab, best_, octaves_, distances_.data(), weights_.data());
+  void find_weights() {
+    farthest_ = kernels_.find_weights(logits_, args_.vocab, best_, octaves_, distances_.data(),
+                                      weights_.data());
   }
   float distance_to(float logit) const {
     return std::min((best_ - logit) * octaves_, 2 * kFarthest);
@@ -94,43 +95,43 @@ class RowDraw {
     }
     return best;
   }
-  void weigh_sections() {
+  void find_section_weights() {
     section_weights_.resize(static_cast<std::size_t>(args_.vocab));
     sections_weight_ = 0;
     for (Section& section : sections_) {
       if (!std::isfinite(section.best)) continue;  // none of its tokens is possible
       std::int64_t* const weights = section_weights_.data() + section.first;
-      kernels_.weigh(logits_ + section.first, section.tokens, section.best, octaves_,
-                     distances_.data(), weights);
+      kernels_.find_weights(logits_ + section.first, section.tokens, section.best, octaves_,
+                            distances_.data(), weights);
       section.sum = kernels_.before(distances_.data(), section.tokens, Cut(), weights);
-      section.weight = section_weight(section.sum, kernels_.odds(distance_to(section.best)));
+      section.weight = section_weight(section.sum, kernels_.scaled_prob(distance_to(section.best)));
       sections_weight_ += section.weight;
     }
   }
-  // The token drawn from all of them after so many were refused.
-  std::int32_t try_of(const RowParameters& given, std::int64_t position, int refused) const {
-    const double number = uniform_number(given.stream, position, refused);
-    const std::uint64_t target = drawn_weight(number, sections_weight_);
+  // The token sampled from all of them after so many were rejected.
+  std::int32_t attempt(const RowParameters& given, std::int64_t position, int rejected) const {
+    const double number = uniform_number(given.stream, position, rejected);
+    const std::uint64_t target = sampled_weight(number, sections_weight_);
     std::uint64_t before = 0;
     std::size_t at = 0;
     while (target - before >= sections_[at].weight) before += sections_[at++].weight;
     const Section& section = sections_[at];
     const std::uint64_t of_section =
-        drawn_of_section(number, sections_weight_, before, section.weight, section.sum);
+        sampled_of_section(number, sections_weight_, before, section.weight, section.sum);
     auto id = static_cast<std::size_t>(section.first);
     std::uint64_t sum = 0;
     while ((sum += static_cast<std::uint64_t>(section_weights_[id])) <= of_section) ++id;
     return static_cast<std::int32_t>(id);
   }
-  // The first of the tries that the filters keep, or -1.
-  std::int32_t kept_try(const RowParameters& given, std::int64_t position) {
+  // The first of the attempts that the filters keep, or -1.
+  std::int32_t accepted_attempt(const RowParameters& given, std::int64_t position) {
     std::uint64_t limit = 0;
     if (given.top_p < 1.0) {
-      weigh();
+      find_weights();
       limit = nucleus_limit(given.top_p, sum_before(Cut()));
     }
-    for (int refused = 0; refused < kTries; ++refused) {
-      const std::int32_t token = try_of(given, position, refused);
+    for (int rejected = 0; rejected < kAttempts; ++rejected) {
+      const std::int32_t token = attempt(given, position, rejected);
       const Cut own = {bits_of(distance_to(logits_[token])), static_cast<std::uint32_t>(token)};
       if (given.min_p > 0 && own.distance > min_p_distance(given.min_p)) continue;
       if (!(given.top_p < 1.0) || sum_before(own) < limit) return token;
@@ -221,9 +222,9 @@ class RowDraw {
     return total;
   }
 
-  std::int32_t drawn(Cut cut, double number) {
+  std::int32_t sampled(Cut cut, double number) {
     const std::uint64_t total = keep(cut);
-    const std::uint64_t target = drawn_weight(number, total);
+    const std::uint64_t target = sampled_weight(number, total);
     std::uint64_t sum = 0;
     std::size_t piece = 0;
     while (sum + static_cast<std::uint64_t>(pieces_[piece]) <= target) {
@@ -234,9 +235,9 @@ class RowDraw {
     return static_cast<std::int32_t>(id);
   }
 
-  const DrawArgs& args_;
-  const DrawKernels& kernels_;
-  // Of the row that is drawn.
+  const SampleArgs& args_;
+  const SampleKernels& kernels_;
+  // Of the row that is sampled.
   const float* logits_ = nullptr;
   float best_ = 0, octaves_ = 0, farthest_ = 0;
   std::vector<Section> sections_;

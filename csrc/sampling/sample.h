@@ -1,14 +1,14 @@
-// What a draw is, for host and device: the arguments, the row's parameters, the arithmetic that
+// What sampling is, for host and device: the arguments, the row's parameters, the arithmetic that
 // decides. No torch in here.
 //
 // A token that is `distance` octaves from the best is 2**-distance times as likely: distance =
 // (best - logit) times octaves_of(temperature). All filters come down to one cut: tokens rank by
 // (distance, id); top_k, top_p and min_p each keep the first of this order, so the kept ones are
 // those that rank at or before a cut. A token's weight depends on its distance alone and is an
-// integer, so sums of weights are exact in any order. Tokens of weight 0 are not drawn, hence where
-// they rank does not matter: distances past kFarthest are as good as infinite. Rows without top_k
-// try draws from all tokens first (rejection.h), where a token may weigh something in its section
-// that weighs nothing in the row; a top_p below 1 does not keep it.
+// integer, so sums of weights are exact in any order. Tokens of weight 0 are not sampled, hence
+// where they rank does not matter: distances past kFarthest are as good as infinite. Rows without
+// top_k first sample from all tokens (rejection.h), where a token may weigh something in its
+// section that weighs nothing in the row; a top_p below 1 does not keep it.
 #pragma once
 
 #include "../core/cpu_isa.h"
@@ -16,7 +16,7 @@
 
 namespace minserve {
 
-struct DrawArgs {
+struct SampleArgs {
   const float* logits = nullptr;  // [rows, vocab], rows row_stride apart
   std::int64_t row_stride = 0;
   std::int64_t rows = 0;
@@ -36,14 +36,14 @@ struct DrawArgs {
   const std::int64_t* streams = nullptr;
   const std::int32_t* stop_ids = nullptr;  // [rows, stops]
   std::int64_t stops = 0;
-  // Instead of logits, where nothing but the best is drawn: that of parts of a row, [rows, parts],
-  // as BestKey (core/reduce/argmax_key.cuh).
+  // Instead of logits, where nothing but the best is sampled: that of parts of a row, [rows,
+  // parts], as ArgmaxKey (core/reduce/argmax_key.cuh).
   const std::uint64_t* best = nullptr;
   std::int64_t parts = 0;
 
-  // Whether row r draws: padding and rows that have ended do not, nor do those whose cursor points
-  // outside of `out` (which the host path has refused).
-  MS_HD bool draws(std::int64_t r) const {
+  // Whether row r samples: padding and rows that have ended do not, nor do those whose cursor
+  // points outside of `out` (which the host path has refused).
+  MS_HD bool is_active(std::int64_t r) const {
     const std::int32_t slot = slots[r], at = cursor[r];  // both asked for at once
     return slot >= 0 && at >= 0 && at < steps;
   }
@@ -81,17 +81,17 @@ MS_HD std::uint64_t random_bits(std::uint64_t stream, std::uint64_t position) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
-// For the token at a position; after so many that were refused another one, from a stream that
+// For the token at a position; after so many that were rejected another one, from a stream that
 // begins with the first one's bits.
-MS_HD double uniform_number(std::int64_t stream, std::int64_t position, int refused = 0) {
+MS_HD double uniform_number(std::int64_t stream, std::int64_t position, int rejected = 0) {
   std::uint64_t x =
       random_bits(static_cast<std::uint64_t>(stream), static_cast<std::uint64_t>(position));
-  if (refused > 0) x = random_bits(x, static_cast<std::uint64_t>(refused));
+  if (rejected > 0) x = random_bits(x, static_cast<std::uint64_t>(rejected));
   return static_cast<double>(x >> 11) * 0x1p-53;
 }
 
-// The token drawn is the first, in id order, at which the sum of weights passes this.
-MS_HD std::uint64_t drawn_weight(double number, std::uint64_t total) {
+// The token sampled is the first, in id order, at which the sum of weights passes this.
+MS_HD std::uint64_t sampled_weight(double number, std::uint64_t total) {
   // The product may round up to the total, which is one past the last weight.
   const auto target =
       static_cast<std::uint64_t>(number * static_cast<double>(static_cast<std::int64_t>(total)));
@@ -116,7 +116,7 @@ MS_HD bool has_nucleus(double top_p, bool has_top_k, std::uint64_t total) {
   return top_p < 1.0 || (has_top_k && total > static_cast<std::uint64_t>(kExactDouble));
 }
 
-// How a row is drawn, all read at once.
+// How a row is sampled, all read at once.
 struct RowParameters {
   float temperature, min_p;
   std::int32_t top_k;
@@ -124,7 +124,7 @@ struct RowParameters {
   std::int64_t stream;
 
   RowParameters() = default;
-  MS_HD RowParameters(const DrawArgs& args, std::int64_t r)
+  MS_HD RowParameters(const SampleArgs& args, std::int64_t r)
       : temperature(args.temperature[r]),
         min_p(args.min_p[r]),
         top_k(args.top_k[r]),
@@ -133,33 +133,33 @@ struct RowParameters {
 };
 
 // Where a row stands.
-struct Place {
+struct RowState {
   std::int32_t cursor, remaining;
   std::int64_t position;
 
-  MS_HD Place(const DrawArgs& args, std::int64_t r)
+  MS_HD RowState(const SampleArgs& args, std::int64_t r)
       : cursor(args.cursor[r]), remaining(args.remaining[r]), position(args.positions[r]) {}
 };
 
-// Writes down what row r drew (negative: its logits are not finite) and moves the row on.
-MS_HD void move_on(const DrawArgs& args, std::int64_t r, const Place& place, std::int32_t token,
-                   bool stops) {
-  args.out[place.cursor * args.out_stride + r] = token;
-  args.cursor[r] = place.cursor + 1;
-  if (token < 0 || place.remaining <= 1 || stops) args.slots[r] = -1;
+// Writes down what row r sampled (negative: its logits are not finite) and moves the row on.
+MS_HD void move_on(const SampleArgs& args, std::int64_t r, const RowState& state,
+                   std::int32_t token, bool stops) {
+  args.out[state.cursor * args.out_stride + r] = token;
+  args.cursor[r] = state.cursor + 1;
+  if (token < 0 || state.remaining <= 1 || stops) args.slots[r] = -1;
   if (token < 0) return;
   args.tokens[r] = token;
-  args.positions[r] = place.position + 1;
-  args.remaining[r] = place.remaining - 1;
+  args.positions[r] = state.position + 1;
+  args.remaining[r] = state.remaining - 1;
 }
-MS_HD void move_on(const DrawArgs& args, std::int64_t r, std::int32_t token) {
+MS_HD void move_on(const SampleArgs& args, std::int64_t r, std::int32_t token) {
   // All is read before anything is written, so that the reads are under way together.
-  const Place place(args, r);
+  const RowState state(args, r);
   bool stops = false;
   for (std::int64_t s = 0; s < args.stops; ++s) {
     stops |= args.stop_ids[r * args.stops + s] == token;
   }
-  move_on(args, r, place, token, stops);
+  move_on(args, r, state, token, stops);
 }
 
 // On the CPU: bins of distances, and neighbouring tokens whose weights have a sum of their own.
@@ -167,17 +167,17 @@ constexpr int kRowBins = 1024;
 constexpr std::int64_t kPiece = 512;
 
 // What the instruction sets are chosen for on the CPU; [vocab] each, vocab at least 1.
-struct DrawKernels {
+struct SampleKernels {
   // The best logit, NaN if there is one.
   float (*best)(const float* logits, std::int64_t vocab);
-  // The first place of a logit, which is there.
+  // The first state of a logit, which is there.
   std::int64_t (*first)(const float* logits, std::int64_t vocab, float logit);
   // 2^-distance, as all of these have it; of up to 2 * kFarthest.
-  float (*odds)(float distance);
+  float (*scaled_prob)(float distance);
   // (best - logit) * octaves, bounded by 2 * kFarthest, and the weights of these. Returns the
   // greatest distance up to kFarthest.
-  float (*weigh)(const float* logits, std::int64_t vocab, float best, float octaves,
-                 float* distances, std::int64_t* weights);
+  float (*find_weights)(const float* logits, std::int64_t vocab, float best, float octaves,
+                        float* distances, std::int64_t* weights);
   // The sum of the weights of those that rank before a cut.
   std::uint64_t (*before)(const float* distances, std::int64_t vocab, Cut cut,
                           const std::int64_t* weights);
@@ -190,13 +190,13 @@ struct DrawKernels {
                std::int64_t* sums);
 };
 
-MS_DECLARE_PER_ISA(DrawKernels draw_kernels();)
+MS_DECLARE_PER_ISA(SampleKernels sample_kernels();)
 
 #ifdef MINSERVE_CUDA
 // Both enqueue on the stream.
 namespace cuda {
-void draw(const DrawArgs& args, int device, void* stream);
-void draw_best(const DrawArgs& args, int device, void* stream);
+void sample(const SampleArgs& args, int device, void* stream);
+void sample_argmax(const SampleArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif
 

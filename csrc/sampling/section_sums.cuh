@@ -1,5 +1,5 @@
-// A block's row in sections (rejection.h): warps weigh them, one at a time, and find the tokens that
-// numbers draw from them.
+// A block's row in sections (rejection.h): warps weigh them, one at a time, and find the tokens
+// that numbers pick from them.
 #pragma once
 
 #include "../core/reduce/argmax_key.cuh"
@@ -10,7 +10,7 @@ namespace minserve {
 namespace cuda {
 
 constexpr unsigned kSectionTokens = static_cast<unsigned>(kSection);
-constexpr unsigned kMostSections = static_cast<unsigned>(kMostTried / kSection);
+constexpr unsigned kMostSections = static_cast<unsigned>(kMostRejectionVocab / kSection);
 constexpr unsigned kFoursOfLane = kSectionTokens / kStride;
 static_assert(kSectionTokens % kStride == 0, "lanes have whole fours of a section");
 using LaneFours = float4[kFoursOfLane];  // a section's, that a warp's lanes take side by side
@@ -29,7 +29,7 @@ class SectionSum {
     for (const float4& four : x) {
       best = max_or_nan(best, max_or_nan(max_or_nan(four.x, four.y), max_or_nan(four.z, four.w)));
     }
-    best_ = logit_of(most_of_warp(order_of(best + 0.0f)));  // no -0, as BestKey has it
+    best_ = logit_of(most_of_warp(order_of(best + 0.0f)));  // no -0, as ArgmaxKey has it
     // Nothing is as good as what is impossible, so that its own tokens weigh nothing.
     beside_ = best_ > kImpossible ? best_ : 0.0f;
   }
@@ -37,13 +37,13 @@ class SectionSum {
   __device__ float best() const { return best_; }
   // What tokens are weighed beside.
   __device__ float beside() const { return beside_; }
-  // Of four of a lane's tokens; their odds to the section's best.
-  __device__ __forceinline__ void add(const float4& x, float (&odds)[kTogether]) {
+  // Of four of a lane's tokens; their scaled probabilities relative to the section's best.
+  __device__ __forceinline__ void add(const float4& x, float (&scaled_prob)[kTogether]) {
     const float logits[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (unsigned i = 0; i < kTogether; ++i) {
-      odds[i] = fast_exp2((logits[i] - beside_) * octaves_);
-      sum_.add(OddsSum::term(odds[i]));
+      scaled_prob[i] = fast_exp2((logits[i] - beside_) * octaves_);
+      sum_.add(ScaledProbSum::term(scaled_prob[i]));
     }
   }
   // The section's, when all fours of all lanes are added.
@@ -52,16 +52,16 @@ class SectionSum {
  private:
   const float octaves_;
   float best_, beside_;
-  OddsSum sum_;
+  ScaledProbSum sum_;
 };
 
 // Finds tokens of a block's piece of a row by numbers; a warp calls all of this. Its lanes have
 // neighbouring sections each.
-class SectionDraw {
+class SectionSampler {
  public:
   // best: the row's. base: the id of the piece's first token.
-  __device__ __forceinline__ SectionDraw(const Row& piece, unsigned base, float best, float octaves,
-                                         const Sections& sections)
+  __device__ __forceinline__ SectionSampler(const Row& piece, unsigned base, float best,
+                                            float octaves, const Sections& sections)
       : piece_(piece), base_(base), best_(best), octaves_(octaves), sections_(sections) {
     const unsigned count = (piece.vocab + kSectionTokens - 1) / kSectionTokens;
     const unsigned each = (count + kWarp - 1) / kWarp, lane = threadIdx.x % kWarp;
@@ -83,7 +83,7 @@ class SectionDraw {
   // much. False where it lies in another piece.
   __device__ __forceinline__ bool find(double number, std::uint64_t before, std::uint64_t total,
                                        Found& found) const {
-    const std::uint64_t target = drawn_weight(number, total);
+    const std::uint64_t target = sampled_weight(number, total);
     std::uint64_t sum = before + so_far_ - mine_;
     const bool holds = target >= sum && target - sum < mine_;
     const unsigned holders = __ballot_sync(kAll, holds);
@@ -98,7 +98,7 @@ class SectionDraw {
     sum = __shfl_sync(kAll, sum, holder);
     weight = __shfl_sync(kAll, weight, holder);
     found =
-        token_of(section, drawn_of_section(number, total, sum, weight, sections_.sums[section]));
+        token_of(section, sampled_of_section(number, total, sum, weight, sections_.sums[section]));
     return true;
   }
 
@@ -112,15 +112,15 @@ class SectionDraw {
     constexpr unsigned kOfLane = kFoursOfLane * kTogether;
     const unsigned lane = threadIdx.x % kWarp, first = section * kSectionTokens + lane * kOfLane;
     const float best = sections_.best[section];
-    const auto odds = [&](float logit) { return fast_exp2((logit - best) * octaves_); };
-    OddsSum of_lane;
+    const auto scaled_prob = [&](float logit) { return fast_exp2((logit - best) * octaves_); };
+    ScaledProbSum of_lane;
 #pragma unroll
     for (unsigned i = 0; i < kOfLane; i += kTogether) {
       const float4 x = piece_.four(first + i);
-      of_lane.add(OddsSum::term(odds(x.x)));
-      of_lane.add(OddsSum::term(odds(x.y)));
-      of_lane.add(OddsSum::term(odds(x.z)));
-      of_lane.add(OddsSum::term(odds(x.w)));
+      of_lane.add(ScaledProbSum::term(scaled_prob(x.x)));
+      of_lane.add(ScaledProbSum::term(scaled_prob(x.y)));
+      of_lane.add(ScaledProbSum::term(scaled_prob(x.z)));
+      of_lane.add(ScaledProbSum::term(scaled_prob(x.w)));
     }
     const std::uint64_t so_far = sum_so_far(of_lane.sum());
     const int holder = first_lane(so_far > target);
@@ -128,7 +128,7 @@ class SectionDraw {
     const unsigned at = __shfl_sync(kAll, first, holder) + lane;
     const bool is_one = lane < kOfLane && at < piece_.vocab;
     const float logit = is_one ? piece_.logits[at] : kImpossible;
-    const std::uint64_t weight = is_one ? whole(weight_of_odds(odds(logit))) : 0;
+    const std::uint64_t weight = is_one ? whole(weight_of_scaled_prob(scaled_prob(logit))) : 0;
     const int found = first_lane(sum_so_far(weight) > target);
     return {__shfl_sync(kAll, base_ + at, found), __shfl_sync(kAll, logit, found)};
   }

@@ -1,18 +1,20 @@
-// One block draws the token of one of many rows, and mostly reads it once: for the best logit, what
-// sections weigh (rejection.h) and, where a filter asks for a cut, to count odds in bins.
+// One block samples the token of one of many rows, and mostly reads it once: for the best logit,
+// what sections weigh (rejection.h) and, where a filter asks for a cut, to count scaled
+// probabilities in bins.
 //
-// The best logit is not known while odds are counted, so they are odds to the best of the tokens
-// that come first. Where another one is better by a factor of 2**24 they are counted once more.
+// The best logit is not known while scaled probabilities are counted, so they are relative to the
+// best of the tokens that come first. Where another one is better by a factor of 2**24 they are
+// counted once more.
 //
-// The bins say between which odds a filter's cut lies, and so mostly whether it keeps a try
-// (rejection.h). Where it keeps none, and of rows with top_k, a second pass sums the weights of all
-// tokens above, exactly, and lists those between, which are few; the cut is found among them, by
-// distance and id. With the listed ones that are kept, each warp's part of the sum is known, so
-// only the tokens of the warp that has the drawn one are looked at again.
+// The bins say between which scaled probabilities a filter's cut lies, and so mostly whether it
+// keeps an attempt (rejection.h). Where it keeps none, and of rows with top_k, a second pass sums
+// the weights of all tokens above, exactly, and lists those between, which are few; the cut is
+// found among them, by distance and id. With the listed ones that are kept, each warp's part of the
+// sum is known, so only the tokens of the warp that has the sampled one are looked at again.
 //
 // Several blocks share a multiprocessor, and what each has to do alone is done by few warps. Where
 // too many tokens lie between (equal logits, very high temperatures), or more than 32,768 are asked
-// for by top_k, this gives up, and the row is drawn as in kernel.cuh.
+// for by top_k, this gives up, and the row is sampled as in kernel.cuh.
 #pragma once
 
 #include "histogram.cuh"
@@ -25,15 +27,15 @@ namespace cuda {
 constexpr unsigned kListed = 512;  // whose weights sum to 32 bits in either piece
 
 template <unsigned kThreads>
-struct StreamedShared {
+struct StreamingShared {
   Listed list[kListed];
-  unsigned bins[OddsBins<kThreads>::kWords];
+  unsigned bins[ScaledProbHistogram<kThreads>::kWords];
   unsigned high_of_warps[kWarp], low_of_warps[kWarp];  // sums of what is kept of the list
-  BinsResults results;
+  HistogramResults results;
   std::uint64_t cut;
   unsigned listed, found;
   Sections sections;
-  SectionDraw::Found tries[kTries];
+  SectionSampler::Found attempts[kAttempts];
   // Of the row: threads do not keep them while they look at it.
   RowParameters given;
   std::int64_t position;
@@ -55,15 +57,19 @@ struct StreamedShared {
 };
 
 template <unsigned kThreads>
-class StreamedDraw {
+class StreamingSampler {
  public:
-  using Shared = StreamedShared<kThreads>;
-  using OddsBins = cuda::OddsBins<kThreads>;
+  using Shared = StreamingShared<kThreads>;
+  using ScaledProbHistogram = cuda::ScaledProbHistogram<kThreads>;
 
   // counted: whether the bins have all tokens by a first look.
-  __device__ StreamedDraw(const OddsRow& odds, Block& block, Shared& shared, const OddsBins& bins,
-                          bool counted)
-      : odds_(odds), block_(block), shared_(shared), bins_(bins), counted_(counted) {}
+  __device__ StreamingSampler(const ScaledProbRow& scaled_prob, Block& block, Shared& shared,
+                              const ScaledProbHistogram& bins, bool counted)
+      : scaled_probs_(scaled_prob),
+        block_(block),
+        shared_(shared),
+        bins_(bins),
+        counted_(counted) {}
 
   // Instead of a token.
   static constexpr unsigned kGivenUp = 0xfffffffdu;
@@ -80,14 +86,14 @@ class StreamedDraw {
     }
     const auto most = static_cast<std::uint64_t>(given.top_k);
     if (bins_.total() > most) {
-      const typename OddsBins::Range range = bins_.template range<false>(most - 1, most);
+      const typename ScaledProbHistogram::Range range = bins_.template range<false>(most - 1, most);
       edges = range.edges;
       complete = range.up_to_last <= kListed;
       if (complete) {
-        edges.above = kBestOdds;
+        edges.above = kBestScaledProb;
         if (!list_above(edges.listed) || !find_cut<false>(0, most)) return kGivenUp;
       } else {
-        if (!sum<OddsRow::kAboveAndCount>(edges) || !find_cut<false>(count_above_, most))
+        if (!sum<ScaledProbRow::kAboveAndCount>(edges) || !find_cut<false>(count_above_, most))
           return kGivenUp;
       }
       summed = true;
@@ -101,7 +107,7 @@ class StreamedDraw {
       edges = bins_.range_of(given.top_p).edges;
       // Bins below the last of those that top_k left have none of them but by rounding.
       if (summed && edges.above < least) return kGivenUp;
-      if (!sum<OddsRow::kAboveAndAll>(edges)) return kGivenUp;
+      if (!sum<ScaledProbRow::kAboveAndAll>(edges)) return kGivenUp;
       if (!find_cut<true>(above_, nucleus_limit(given.top_p, summed ? left : all_)))
         return kGivenUp;
       summed = true;
@@ -109,7 +115,7 @@ class StreamedDraw {
     return within_min_p(given.min_p, edges, summed, complete, number);
   }
 
-  // Between which odds the nucleus of all tokens ends.
+  // Between which scaled probabilities the nucleus of all tokens ends.
   __device__ __forceinline__ Edges edges_of_nucleus(double top_p) {
     if (counted_) {
       bins_.template sum<true>();
@@ -119,9 +125,9 @@ class StreamedDraw {
     return bins_.range_of(top_p).edges;
   }
 
-  // Of a row without, whose tries are drawn.
-  __device__ __forceinline__ unsigned token_of_tries(const RowParameters& given,
-                                                     std::int64_t position) {
+  // Of a row without, whose attempts have been made.
+  __device__ __forceinline__ unsigned token_by_rejection(const RowParameters& given,
+                                                         std::int64_t position) {
     const bool has_top_p = given.top_p < 1.0;
     Edges nucleus;
     if (has_top_p) {
@@ -131,14 +137,14 @@ class StreamedDraw {
     }
     const std::uint64_t least = (given.min_p > 0.0f ? min_p_cut(given.min_p) : Cut()).key();
 #pragma unroll 1
-    for (int t = 0; t < kTries; ++t) {
-      const SectionDraw::Found found = shared_.tries[t];
-      const std::uint64_t key = odds_.listed(found.id, found.logit).key;
+    for (int t = 0; t < kAttempts; ++t) {
+      const SectionSampler::Found found = shared_.attempts[t];
+      const std::uint64_t key = scaled_probs_.listed(found.id, found.logit).key;
       if (key > least) continue;
       if (!has_top_p) return found.id;
-      const unsigned odds = odds_.odds_of(found.logit);
-      if (odds > nucleus.above) return found.id;
-      if (odds > nucleus.listed && is_in_nucleus(key, given.top_p)) return found.id;
+      const unsigned scaled_prob = scaled_probs_.scaled_prob_of(found.logit);
+      if (scaled_prob > nucleus.above) return found.id;
+      if (scaled_prob > nucleus.listed && is_in_nucleus(key, given.top_p)) return found.id;
     }
     // Nothing is on the list yet.
     shared_.clear_list();
@@ -146,10 +152,10 @@ class StreamedDraw {
     shared_.fill_list();
     __syncthreads();
     if (has_top_p) {
-      if (!sum<OddsRow::kAboveAndAll>(nucleus)) return kGivenUp;
+      if (!sum<ScaledProbRow::kAboveAndAll>(nucleus)) return kGivenUp;
       if (!find_cut<true>(above_, nucleus_limit(given.top_p, all_))) return kGivenUp;
     }
-    const double number = uniform_number(given.stream, position, kTries);
+    const double number = uniform_number(given.stream, position, kAttempts);
     return within_min_p(given.min_p, nucleus, has_top_p, false, number);
   }
 
@@ -160,63 +166,67 @@ class StreamedDraw {
     if (min_p > 0.0f && least.distance < cut_.distance) {
       cut_ = least;
       if (!complete) {
-        const unsigned odds = __float_as_uint(fast_exp2(-__uint_as_float(least.distance)));
-        edges = {max(odds, kLeastOdds) + kSlack, max(odds, kLeastOdds + kSlack) - kSlack - 1};
+        const unsigned scaled_prob = __float_as_uint(fast_exp2(-__uint_as_float(least.distance)));
+        edges = {max(scaled_prob, kLeastScaledProb) + kSlack,
+                 max(scaled_prob, kLeastScaledProb + kSlack) - kSlack - 1};
         summed = false;
       }
     }
-    if (!summed && !sum<OddsRow::kAbove>(edges)) return kGivenUp;
-    return drawn(edges, number);
+    if (!summed && !sum<ScaledProbRow::kAbove>(edges)) return kGivenUp;
+    return sampled(edges, number);
   }
 
   // Exactly, where bins do not tell.
   __device__ __forceinline__ bool is_in_nucleus(std::uint64_t key, double top_p) {
-    const OddsRow::Better better = odds_.better_than(key);
+    const ScaledProbRow::Better better = scaled_probs_.better_than(key);
     Block::Totals totals[2];
     block_.totals({better.weight, better.all}, totals);
     return totals[0].total < nucleus_limit(top_p, totals[1].total);
   }
 
-  // Fills the bins with tokens above these odds and with those on the list that are kept.
-  template <bool kWeighs>
+  // Fills the bins with tokens above these scaled probabilities and with those on the list that are
+  // kept.
+  template <bool kByWeight>
   __device__ __forceinline__ void count(unsigned above, bool with_list) {
     bins_.clear();
     __syncthreads();
-    odds_.each_odds([&](unsigned odds) { bins_.template add<kWeighs>(odds, odds > above); });
+    scaled_probs_.each_scaled_prob([&](unsigned scaled_prob) {
+      bins_.template add<kByWeight>(scaled_prob, scaled_prob > above);
+    });
     if (with_list) {
       for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
         if (shared_.list[i].key > cut_.key()) continue;
         const float distance = __uint_as_float(static_cast<unsigned>(shared_.list[i].key >> 32));
-        bins_.template add<kWeighs>(__float_as_uint(fast_exp2(-distance)), true);
+        bins_.template add<kByWeight>(__float_as_uint(fast_exp2(-distance)), true);
       }
     }
     __syncthreads();
-    bins_.template sum<kWeighs>();
+    bins_.template sum<kByWeight>();
   }
 
   // Sums up what is above the edges and lists what is between and not beyond the cut. Whether there
   // was room.
-  template <OddsRow::Wanted kWanted>
+  template <ScaledProbRow::Wanted kWanted>
   __device__ __forceinline__ bool sum(const Edges& edges) {
     clear_list();
-    const OddsRow::Sums sums = odds_.template sums<kWanted>(edges, lister());
-    constexpr unsigned kNumbers = kWanted == OddsRow::kAbove ? 1 : 2;
+    const ScaledProbRow::Sums sums = scaled_probs_.template sums<kWanted>(edges, lister());
+    constexpr unsigned kNumbers = kWanted == ScaledProbRow::kAbove ? 1 : 2;
     std::uint64_t mine[kNumbers] = {sums.above};
     if (kNumbers > 1) {
-      mine[kNumbers - 1] = kWanted == OddsRow::kAboveAndAll ? sums.all : sums.count_above;
+      mine[kNumbers - 1] = kWanted == ScaledProbRow::kAboveAndAll ? sums.all : sums.count_above;
     }
     Block::Totals totals[kNumbers];
     block_.totals(mine, totals);  // has a barrier, so the list is whole
     above_of_lane_ = totals[0].of_lane;
     above_ = totals[0].total;
-    if (kWanted == OddsRow::kAboveAndAll) all_ = totals[kNumbers - 1].total;
-    if (kWanted == OddsRow::kAboveAndCount) count_above_ = totals[kNumbers - 1].total;
+    if (kWanted == ScaledProbRow::kAboveAndAll) all_ = totals[kNumbers - 1].total;
+    if (kWanted == ScaledProbRow::kAboveAndCount) count_above_ = totals[kNumbers - 1].total;
     return settle_list();
   }
-  // Lists all with greater odds. Whether there was room.
+  // Lists all with greater scaled probabilities. Whether there was room.
   __device__ __forceinline__ bool list_above(unsigned least) {
     clear_list();
-    odds_.list_above(least, lister());
+    scaled_probs_.list_above(least, lister());
     __syncthreads();
     above_ = above_of_lane_ = 0;
     return settle_list();
@@ -253,7 +263,7 @@ class StreamedDraw {
     for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
       const std::uint64_t found = shared_.list[i].key;
       const auto id = static_cast<unsigned>(found);
-      Listed one = odds_.listed(id, __uint_as_float(static_cast<unsigned>(found >> 32)));
+      Listed one = scaled_probs_.listed(id, __uint_as_float(static_cast<unsigned>(found >> 32)));
       if (one.key > most) one = {~std::uint64_t{0}, 0};
       shared_.list[i] = one;
     }
@@ -263,7 +273,7 @@ class StreamedDraw {
 
   // The cut is the last token before which the better ones sum to less than the limit; those above
   // the edges sum to `before`. False where it is not on the list.
-  template <bool kWeighs>
+  template <bool kByWeight>
   __device__ __forceinline__ bool find_cut(std::uint64_t before, std::uint64_t limit) {
     // So many lanes for each share the others.
     constexpr unsigned kLanes = 8;
@@ -280,7 +290,7 @@ class StreamedDraw {
 #pragma unroll
         for (unsigned i = 0; i < kOnce; ++i) {
           const Listed other = others[from + i * kLanes];
-          if (other.key < one.key) better += kWeighs ? other.weight : 1;
+          if (other.key < one.key) better += kByWeight ? other.weight : 1;
         }
       }
 #pragma unroll
@@ -289,7 +299,7 @@ class StreamedDraw {
       }
       better += before;
       const bool asks = at < listed_ && threadIdx.x % kLanes == 0;
-      if (asks && better < limit && limit - better <= (kWeighs ? one.weight : 1)) {
+      if (asks && better < limit && limit - better <= (kByWeight ? one.weight : 1)) {
         shared_.cut = one.key;
       }
     }
@@ -310,8 +320,8 @@ class StreamedDraw {
   }
 
   // The token at which the sum of the kept ones' weights, in the order of ids, passes a number.
-  __device__ __forceinline__ unsigned drawn(const Edges& edges, double number) {
-    const Row& row = odds_.row();
+  __device__ __forceinline__ unsigned sampled(const Edges& edges, double number) {
+    const Row& row = scaled_probs_.row();
     const std::uint64_t last = cut_.key();
     for (unsigned i = threadIdx.x; i < listed_; i += kThreads) {
       const Listed one = shared_.list[i];
@@ -328,20 +338,21 @@ class StreamedDraw {
     const std::uint64_t so_far = sum_so_far(of_warps.of_lane);
     of_warps.before_lane = so_far - of_warps.of_lane;
     of_warps.total = __shfl_sync(kAll, so_far, static_cast<int>(kWarp - 1));
-    const std::uint64_t target = drawn_weight(number, of_warps.total);
+    const std::uint64_t target = sampled_weight(number, of_warps.total);
     const Block::Holder holder = block_.holder(of_warps, target);
 
     // Threads share that warp's run of tokens, each some neighbouring fours.
     std::uint64_t weights[kTogether];
-    const auto weigh_four = [&](unsigned id) {
+    const auto weights_of_four = [&](unsigned id) {
       const float4 x = row.four(id);
       const float logits[] = {x.x, x.y, x.z, x.w};
       std::uint64_t sum = 0;
 #pragma unroll
       for (unsigned i = 0; i < kTogether; ++i) {
-        const Listed one = odds_.listed(id + i, logits[i]);
-        const unsigned odds = odds_.odds_of(logits[i]);
-        const bool kept = odds > edges.above || (odds > edges.listed && one.key <= last);
+        const Listed one = scaled_probs_.listed(id + i, logits[i]);
+        const unsigned scaled_prob = scaled_probs_.scaled_prob_of(logits[i]);
+        const bool kept =
+            scaled_prob > edges.above || (scaled_prob > edges.listed && one.key <= last);
         weights[i] = kept ? one.weight : 0;
         sum += weights[i];
       }
@@ -353,7 +364,7 @@ class StreamedDraw {
     const unsigned past = min(id + fours * kTogether, end);
     std::uint64_t mine = 0;
 #pragma unroll 1
-    for (unsigned at = id; at < past; at += kTogether) mine += weigh_four(at);
+    for (unsigned at = id; at < past; at += kTogether) mine += weights_of_four(at);
     Block::Totals totals[1];
     block_.totals({mine}, totals);
     const std::uint64_t of_warp = block_.of_warp(totals[0]);
@@ -362,7 +373,7 @@ class StreamedDraw {
     if (has_it) left -= sum_so_far(mine) - mine;
     if (has_it && left < mine) {
       if (fours > 1) {  // else the weights are those of its only four
-        for (std::uint64_t sum; (sum = weigh_four(id)) <= left; left -= sum) id += kTogether;
+        for (std::uint64_t sum; (sum = weights_of_four(id)) <= left; left -= sum) id += kTogether;
       }
 #pragma unroll
       for (unsigned i = 0; i + 1 < kTogether; ++i) {
@@ -376,10 +387,10 @@ class StreamedDraw {
     return shared_.found;
   }
 
-  const OddsRow& odds_;
+  const ScaledProbRow& scaled_probs_;
   Block& block_;
   Shared& shared_;
-  OddsBins bins_;
+  ScaledProbHistogram bins_;
   const bool counted_;
 
   Cut cut_;

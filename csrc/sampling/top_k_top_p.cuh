@@ -6,8 +6,8 @@
 // and looked at in the same way, until they are few enough to compare each with each. All sums are
 // of integers, so their order does not matter.
 //
-// Every block of the team has a histogram and lists of its own tokens; each sums a part of the bins
-// up over all of them.
+// Every block of the cluster has a histogram and lists of its own tokens; each sums a part of the
+// bins up over all of them.
 #pragma once
 
 #include "weights.cuh"
@@ -48,13 +48,13 @@ struct Limit {
   bool has_top_k;
 };
 
-template <bool kWeighs, bool kStored>
+template <bool kByWeight, bool kStored>
 class Selection {
  public:
   // Of tokens at most `farthest` away, beyond which none of a weight lies, and within `allowed`.
-  __device__ Selection(const Tokens<kStored>& tokens, float farthest, Cut allowed, Team& team,
+  __device__ Selection(const Tokens<kStored>& tokens, float farthest, Cut allowed, Cluster& cluster,
                        const SelectShared& shared, SelectResults& results)
-      : tokens_(tokens), allowed_(allowed), team_(team), shared_(shared), results_(results) {
+      : tokens_(tokens), allowed_(allowed), cluster_(cluster), shared_(shared), results_(results) {
     most_ = to_ = __float_as_uint(farthest);
     // Less than all bins, so that rounding leads to none behind the last.
     scale_ = farthest > 1e-30f ? (static_cast<float>(bins()) - 0.5f) / farthest : 0.0f;
@@ -64,7 +64,7 @@ class Selection {
     std::uint64_t wanted = limit.known;
     for (bool first = true;; first = false) {
       const Bins bins = histogram();
-      if (first && kWeighs) {
+      if (first && kByWeight) {
         if (!has_nucleus(limit.top_p, limit.has_top_k, bins.total)) return allowed_;
         wanted = nucleus_limit(limit.top_p, bins.total);
       }
@@ -87,7 +87,7 @@ class Selection {
   __device__ static unsigned bins() { return 2 * blockDim.x; }
   __device__ std::uint64_t* list(unsigned number) const { return shared_.lists + number * bins(); }
   __device__ static std::uint64_t measure(unsigned bits) {
-    return kWeighs ? whole(weight_of(__uint_as_float(bits))) : 1;
+    return kByWeight ? whole(weight_of(__uint_as_float(bits))) : 1;
   }
   __device__ __forceinline__ unsigned bin_of(unsigned bits) const {
     if (!linear_) return (bits - least_) >> shift_;
@@ -138,7 +138,7 @@ class Selection {
 #pragma unroll
     for (unsigned i = 0; i < kTokens; ++i) {
       bins[i] = some.within[i] ? bin_of(some.bits[i]) : 0;
-      const Weight weight = kWeighs ? weight_of(__uint_as_float(some.bits[i])) : Weight{0, 1};
+      const Weight weight = kByWeight ? weight_of(__uint_as_float(some.bits[i])) : Weight{0, 1};
       low[i] = some.within[i] ? weight.high << 23 | weight.low : 0;
       high[i] = some.within[i] ? weight.high >> 9 : 0;
     }
@@ -147,7 +147,7 @@ class Selection {
     for (unsigned i = 0; i < kTokens; ++i) {
       before[i] = low[i] ? atomicAdd(&shared_.low[bins[i]], low[i]) : 0;
     }
-    if (kWeighs) {
+    if (kByWeight) {
 #pragma unroll
       for (unsigned i = 0; i < kTokens; ++i) {
         high[i] += before[i] > ~low[i] ? 1 : 0;  // carried
@@ -162,24 +162,24 @@ class Selection {
     if (threadIdx.x == 0) results_.listed = 0;
     __syncthreads();
     each([&](const auto& some) { put_in_bins(some); });
-    team_.meet();
+    cluster_.meet();
     // Blocks take equal runs of the bins, and threads pairs, while there are some.
     Bins mine = {};
-    const unsigned run = bins() / team_.blocks();
-    mine.first = team_.rank() * run + 2 * threadIdx.x;
+    const unsigned run = bins() / cluster_.blocks();
+    mine.first = cluster_.rank() * run + 2 * threadIdx.x;
     if (2 * threadIdx.x < run) {
 #pragma unroll
       for (unsigned i = 0; i < 2; ++i) mine.sums[i] = bin_sum(mine.first + i);
     }
-    const Team::Sums sums = team_.sums(mine.sums[0] + mine.sums[1]);
+    const Cluster::Sums sums = cluster_.sums(mine.sums[0] + mine.sums[1]);
     mine.before = sums.before;
     mine.total = sums.total;
     return mine;
   }
   __device__ std::uint64_t bin_sum(unsigned bin) const {
-    if (team_.blocks() == 1) return joined(shared_.low[bin], shared_.high[bin]);
+    if (cluster_.blocks() == 1) return joined(shared_.low[bin], shared_.high[bin]);
     std::uint64_t sum = 0;
-    for (unsigned b = 0; b < team_.blocks(); ++b) {
+    for (unsigned b = 0; b < cluster_.blocks(); ++b) {
       sum += joined(load_from_block(b, shared_.low + bin), load_from_block(b, shared_.high + bin));
     }
     return sum;
@@ -194,12 +194,12 @@ class Selection {
     for (unsigned i = 0; i < 2; ++i) {
       const std::uint64_t sum = bins_of_thread.sums[i];
       if (before < wanted && wanted - before <= sum) {
-        team_.tell(results_.before, before);
-        team_.tell(results_.bin, bins_of_thread.first + i);
+        cluster_.tell(results_.before, before);
+        cluster_.tell(results_.bin, bins_of_thread.first + i);
       }
       before += sum;
     }
-    team_.meet();
+    cluster_.meet();
     before_ = results_.before;
     bin_ = static_cast<unsigned>(results_.bin);
     if (!linear_) {
@@ -230,22 +230,22 @@ class Selection {
       }
     });
     const std::uint64_t ends =
-        team_.block.all(joined(listed.inverted_most, listed.least), ~std::uint64_t{0},
-                        [](std::uint64_t x, std::uint64_t y) {
-                          Listed all = {};
-                          all.widen(static_cast<unsigned>(x >> 32), static_cast<unsigned>(x));
-                          all.widen(static_cast<unsigned>(y >> 32), static_cast<unsigned>(y));
-                          return joined(all.inverted_most, all.least);
-                        });
+        cluster_.block.all(joined(listed.inverted_most, listed.least), ~std::uint64_t{0},
+                           [](std::uint64_t x, std::uint64_t y) {
+                             Listed all = {};
+                             all.widen(static_cast<unsigned>(x >> 32), static_cast<unsigned>(x));
+                             all.widen(static_cast<unsigned>(y >> 32), static_cast<unsigned>(y));
+                             return joined(all.inverted_most, all.least);
+                           });
     listed.least = static_cast<unsigned>(ends >> 32);
     listed.inverted_most = static_cast<unsigned>(ends);
     listed.size = mine_ = results_.listed;
     Listed all = {};
     unsigned largest = 0;
     place_ = 0;
-    team_.each(listed, [&](unsigned b, const Listed& said) {
+    cluster_.each(listed, [&](unsigned b, const Listed& said) {
       all.widen(said.least, said.inverted_most);
-      if (b < team_.rank()) place_ += said.size;
+      if (b < cluster_.rank()) place_ += said.size;
       all.size += said.size;
       largest = max(largest, said.size);
     });
@@ -268,12 +268,12 @@ class Selection {
 
   // Of few tokens: each warp sums those that rank before one, for one after the other.
   __device__ Cut last_of_few(std::uint64_t wanted) {
-    const Block& block = team_.block;
+    const Block& block = cluster_.block;
     constexpr unsigned kOfLane = SelectShared::kFew / kWarp;
     for (unsigned i = threadIdx.x; i < mine_; i += blockDim.x) {
-      team_.tell(shared_.few[place_ + i], list(list_)[i]);
+      cluster_.tell(shared_.few[place_ + i], list(list_)[i]);
     }
-    team_.meet();
+    cluster_.meet();
     std::uint64_t others[kOfLane], measures[kOfLane];
 #pragma unroll
     for (unsigned i = 0; i < kOfLane; ++i) {
@@ -282,9 +282,9 @@ class Selection {
       others[i] = at < size_ ? shared_.few[at] : ~std::uint64_t{0};
       measures[i] = measure(static_cast<unsigned>(others[i] >> 32));
     }
-    const unsigned warps = block.warps() * team_.blocks();
+    const unsigned warps = block.warps() * cluster_.blocks();
 #pragma unroll 1
-    for (unsigned at = team_.rank() * block.warps() + block.warp(); at < size_; at += warps) {
+    for (unsigned at = cluster_.rank() * block.warps() + block.warp(); at < size_; at += warps) {
       const std::uint64_t key = shared_.few[at];
       std::uint64_t better = 0;
 #pragma unroll
@@ -295,10 +295,10 @@ class Selection {
       const std::uint64_t before = before_ + long_sum_of_warp(better);
       if (before < wanted && wanted - before <= measure(static_cast<unsigned>(key >> 32)) &&
           block.lane() == 0) {
-        team_.tell(results_.cut, key);
+        cluster_.tell(results_.cut, key);
       }
     }
-    team_.meet();
+    cluster_.meet();
     return told_cut();
   }
   __device__ Cut told_cut() const {
@@ -309,16 +309,16 @@ class Selection {
   __device__ Cut last_of_equals(std::uint64_t wanted) {
     const std::uint64_t skipped = (wanted - before_ - 1) / measure(least_);
     const unsigned last = allowed_.distance == least_ ? allowed_.id : ~0u;
-    const unsigned id = token_at(tokens_, team_, results_.found, CountOfEquals({least_, last}),
+    const unsigned id = token_at(tokens_, cluster_, results_.found, CountOfEquals({least_, last}),
                                  [&](std::uint64_t) { return skipped; });
-    if (id != kElsewhere && threadIdx.x == 0) team_.tell(results_.cut, Cut{least_, id}.key());
-    team_.meet();
+    if (id != kElsewhere && threadIdx.x == 0) cluster_.tell(results_.cut, Cut{least_, id}.key());
+    cluster_.meet();
     return told_cut();
   }
 
   const Tokens<kStored>& tokens_;
   const Cut allowed_;
-  Team& team_;
+  Cluster& cluster_;
   const SelectShared& shared_;
   SelectResults& results_;
 

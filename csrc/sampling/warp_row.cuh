@@ -1,4 +1,4 @@
-// Where a row stands that a warp draws for; all is read before the token is known.
+// Where a row stands that a warp samples for; all is read before the token is known.
 #pragma once
 
 #include "../core/reduce/block_reduce.cuh"
@@ -9,14 +9,14 @@ namespace cuda {
 
 class WarpRow {
  public:
-  __device__ __forceinline__ WarpRow(const DrawArgs& args, std::int64_t r)
+  __device__ __forceinline__ WarpRow(const SampleArgs& args, std::int64_t r)
       : args_(args),
         r_(r),
-        place_(args, r),
+        state_(args, r),
         stop_ids_(args.stop_ids + r * args.stops),
         stop_id_(lane() < args.stops ? stop_ids_[lane()] : -1) {}
 
-  __device__ std::int64_t position() const { return place_.position; }
+  __device__ std::int64_t position() const { return state_.position; }
 
   // All lanes have the token.
   __device__ __forceinline__ void move_on(std::int32_t token) const {
@@ -26,15 +26,15 @@ class WarpRow {
       stops |= stop_ids_[s] == token;
     }
     stops = __any_sync(kAll, stops);
-    if (lane() == 0) minserve::move_on(args_, r_, place_, token, stops);
+    if (lane() == 0) minserve::move_on(args_, r_, state_, token, stops);
   }
 
  private:
   __device__ static unsigned lane() { return threadIdx.x % kWarp; }
 
-  const DrawArgs& args_;
+  const SampleArgs& args_;
   const std::int64_t r_;
-  const Place place_;
+  const RowState state_;
   const std::int32_t* const stop_ids_;
   const std::int32_t stop_id_;
 };

@@ -1,6 +1,6 @@
-// A row's tokens as they are drawn by: distances from the best, weights, and the token at which the
-// sum of weights, in the order of ids, passes a number. A team of blocks has a row, each of them a
-// piece.
+// A row's tokens as they are sampled by: distances from the best, weights, and the token at which
+// the sum of weights, in the order of ids, passes a number. A cluster of blocks has a row, each of
+// them a piece.
 #pragma once
 
 #include "../core/reduce/row_reader.cuh"
@@ -21,18 +21,18 @@ __device__ __forceinline__ unsigned whole_part(float x) {
   return __float_as_uint(__fadd_rd(x, kWhole)) - kRaised;
 }
 // Of 2**-distance, kRaised more in both pieces.
-__device__ __forceinline__ Weight raised_weight_of_odds(float odds) {
+__device__ __forceinline__ Weight raised_weight_of_scaled_prob(float scaled_prob) {
   // All is exact but for the two that round down.
-  const float high = __fmaf_rd(odds, 32768.0f, kWhole);
-  const float rest = __fmaf_rn(odds, 32768.0f, kWhole - high);
+  const float high = __fmaf_rd(scaled_prob, 32768.0f, kWhole);
+  const float rest = __fmaf_rn(scaled_prob, 32768.0f, kWhole - high);
   return {__float_as_uint(high), __float_as_uint(__fmaf_rd(rest, kWhole, kWhole))};
 }
-__device__ __forceinline__ Weight weight_of_odds(float odds) {
-  const Weight raised = raised_weight_of_odds(odds);
+__device__ __forceinline__ Weight weight_of_scaled_prob(float scaled_prob) {
+  const Weight raised = raised_weight_of_scaled_prob(scaled_prob);
   return {raised.high - kRaised, raised.low - kRaised};
 }
 __device__ __forceinline__ Weight weight_of(float distance) {
-  return weight_of_odds(fast_exp2(-distance));
+  return weight_of_scaled_prob(fast_exp2(-distance));
 }
 __device__ __forceinline__ std::uint64_t whole(Weight weight) {
   return static_cast<std::uint64_t>(weight.high) * (1u << 23) + weight.low;
@@ -169,20 +169,20 @@ class CountOfEquals {
 
 // Instead of a token.
 constexpr unsigned kNotFinite = 0xffffffffu, kElsewhere = 0xfffffffeu;
-constexpr unsigned kRefused = 0xfffffffcu;  // all tries
+constexpr unsigned kAllRejected = 0xfffffffcu;  // all attempts
 
 // The token at which a sum, in the order of ids, passes target_of(sum of all), which is below that
 // sum: kElsewhere in blocks that do not have it. `nothing` is the sum of no tokens, copied for each
 // run of them. The block that has the token finds the warp whose run of tokens holds it, then all
 // its threads share that run.
 template <bool kStored, class Sum, class TargetOf>
-__device__ unsigned token_at(const Tokens<kStored>& tokens, Team& team, unsigned& found,
+__device__ unsigned token_at(const Tokens<kStored>& tokens, Cluster& cluster, unsigned& found,
                              const Sum& nothing, TargetOf target_of) {
-  Block& block = team.block;
+  Block& block = cluster.block;
   Sum own = nothing;
   tokens.each([&](const Four& distances, unsigned id) { own.add(distances, id); });
   const Block::Sums of_runs = block.sums(own.sum());
-  const Team::Sums sums = team.of_blocks(0, of_runs.total);
+  const Cluster::Sums sums = cluster.of_blocks(0, of_runs.total);
   std::uint64_t target = target_of(sums.total);
   if (target < sums.before || target - sums.before >= of_runs.total) return kElsewhere;
   target -= sums.before;

@@ -48,12 +48,14 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
 
   static __device__ __forceinline__ void run(const ScanArgs& args, Tickets::Shared* shared_tickets,
                                              Shared& shared, int stages) {
-    if (threadIdx.x >= kBlock) {
-      take_tiles(args, shared_tickets, shared);
-    } else if constexpr (kNextTile) {
-      compute_next_tile(args, shared);
+    if (threadIdx.x < kBlock) {
+      if constexpr (kNextTile) {
+        compute_next_tile(args, shared);
+      } else {
+        compute_same_tile(args, shared, Memory::kMostStages == 2 && stages == 2);
+      }
     } else {
-      compute_same_tile(args, shared, Memory::kMostStages == 2 && stages == 2);
+      take_tiles(args, shared_tickets, shared);
     }
   }
 

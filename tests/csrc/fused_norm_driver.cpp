@@ -1,6 +1,6 @@
-// Runs csrc/fused_norm/kernel.cuh in the emulator: a GELU and, overlapping with it, a step and a norm
-// that read the stream which the GELU has added to; compared with doubles, and every schedule must
-// give the same bits. The GELU's curve by itself before.
+// Runs csrc/fused_norm/kernel.cuh in the emulator: a GELU and, overlapping with it, a step and a
+// norm that read the stream which the GELU has added to; compared with doubles, and every schedule
+// must give the same bits. The GELU's curve by itself before.
 #include "cases.h"
 
 #include "cells/minlstm.h"

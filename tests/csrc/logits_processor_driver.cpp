@@ -1,5 +1,6 @@
-// Runs csrc/sampling/logits_processor/kernel.cuh in the emulator: rows with every kind of record and mask, twice, as
-// two steps are, compared with one thread that takes whole rows; every schedule must give the same.
+// Runs csrc/sampling/logits_processor/kernel.cuh in the emulator: rows with every kind of record
+// and mask, twice, as two steps are, compared with one thread that takes whole rows; every schedule
+// must give the same.
 #include "cases.h"
 
 #include "sampling/logits_processor/kernel.cuh"
@@ -19,7 +20,7 @@ struct Tensors {
   Tensor<std::int32_t> tokens{"tokens"}, slots{"slots"}, records{"records"}, masks{"masks"},
       mask_of{"mask_of"}, entries{"entries"}, counts{"counts"};
   Tensor<std::int64_t> positions{"positions"};
-  AdjustArgs args;
+  LogitsProcessorArgs args;
 
   // On the device the others' addresses are in the records.
   explicit Tensors(const Case& given) {
@@ -86,18 +87,18 @@ void check(const Case& given) {
   emulator::free_all();
   Tensors serial(given);
   for (int step = 0; step < 2; ++step) {
-    for (long r = 0; r < kRows; ++r) adjust_piece(serial.args, r, 0, given.vocab, 0, 1, [] {});
+    for (long r = 0; r < kRows; ++r) process_piece(serial.args, r, 0, given.vocab, 0, 1, [] {});
   }
   const std::vector<float> logits = serial.logits.from_device();
   const std::vector<std::int32_t> counts = serial.counts.from_device();
   for (const int seed : given.seeds) {
     emulator::free_all();
     Tensors both(given);
-    const AdjustArgs args = both.args;
+    const LogitsProcessorArgs args = both.args;
     const auto blocks = static_cast<unsigned>(kRows * cuda::pieces_of(given.vocab));
     for (int step = 0; step < 2; ++step) {
-      emulator::launch({"adjust", blocks, cuda::kAdjustThreads, 0, step > 0,
-                        [=] { cuda::adjust_kernel(args); }});
+      emulator::launch({"logits processor", blocks, cuda::kLogitsProcessorThreads, 0, step > 0,
+                        [=] { cuda::logits_processor_kernel(args); }});
     }
     emulator::run(static_cast<unsigned>(seed));
     same_bits(both.logits.from_device(), logits, " with seed " + std::to_string(seed));

@@ -10,7 +10,7 @@ namespace minserve {
 namespace {
 
 struct Case {
-  long vocab, shift, top, drawn;
+  long vocab, shift, top, sampled;
   std::vector<int> seeds;
 };
 
@@ -85,14 +85,14 @@ void check_row(const Case& given, long r, const std::int32_t* report) {
   }
 }
 
-// Reports of given targets, or of what a second step has drawn: then rows ask for less and less,
-// and some have not drawn.
+// Reports of given targets, or of what a second step has sampled: then rows ask for less and less,
+// and some have not sampled.
 void check(const Case& given) {
   std::vector<std::int32_t> first;
   const auto top = static_cast<std::int32_t>(given.top);
   const std::int32_t words = words_of_report(top);
   constexpr std::int32_t kUntouched = 12345;  // as a float it is finite
-  const auto draws = [](long r) { return r % 5 != 1; };
+  const auto is_active = [](long r) { return r % 5 != 1; };
   for (const int seed : given.seeds) {
     emulator::free_all();
     Tensor<float> logits{"logits", static_cast<std::size_t>(given.shift)};
@@ -103,7 +103,7 @@ void check(const Case& given) {
       const std::vector<float> row = row_of(r, given.vocab);
       logits.values.insert(logits.values.end(), row.begin(), row.end());
       targets.values.push_back(target_of(r, given.vocab));
-      cursor.values.push_back(draws(r) ? 2 : 1);
+      cursor.values.push_back(is_active(r) ? 2 : 1);
       told.values.push_back(1);
       tops.values.push_back(r % 5 == 2 ? -1 : top);
     }
@@ -116,26 +116,26 @@ void check(const Case& given) {
     targets.to_device(emulator::Use::read);
     for (auto* read : {&out, &cursor, &tops}) read->to_device(emulator::Use::read);
     for (auto* write : {&told, &reports}) write->to_device(emulator::Use::write);
-    TargetArgs args;
+    LogprobsArgs args;
     args.logits = logits.device, args.row_stride = given.vocab, args.rows = kRows;
     args.vocab = given.vocab, args.top = top, args.reports = reports.device;
-    if (given.drawn) {
+    if (given.sampled) {
       args.out = out.device, args.out_stride = kRows, args.steps = 2;
       args.cursor = cursor.device, args.told = told.device, args.tops = tops.device;
     } else {
       args.targets = targets.device;
     }
     emulator::launch({"target_logprobs", static_cast<unsigned>(kRows),
-                      cuda::row_threads(given.vocab, cuda::TargetShared::kMostThreads),
-                      sizeof(cuda::TargetShared), false, [=] { cuda::target_kernel(args); }});
+                      cuda::row_threads(given.vocab, cuda::LogprobsShared::kMostThreads),
+                      sizeof(cuda::LogprobsShared), false, [=] { cuda::logprobs_kernel(args); }});
     emulator::run(static_cast<unsigned>(seed));
     const std::vector<std::int32_t> got = reports.from_device(), moved = told.from_device();
     for (long r = 0; r < kRows; ++r) {
-      const bool asked = !given.drawn || (draws(r) && r % 5 != 2);
-      const std::int32_t* const row = got.data() + (given.drawn ? kRows + r : r) * words;
-      if (asked) check_row(given, r, row);
-      if (!asked && row[0] != kUntouched) differ("row " + std::to_string(r) + " is reported");
-      const bool moves = given.drawn && asked;
+      const bool request = !given.sampled || (is_active(r) && r % 5 != 2);
+      const std::int32_t* const row = got.data() + (given.sampled ? kRows + r : r) * words;
+      if (request) check_row(given, r, row);
+      if (!request && row[0] != kUntouched) differ("row " + std::to_string(r) + " is reported");
+      const bool moves = given.sampled && request;
       if (moved[static_cast<std::size_t>(r)] != 1 + moves)
         differ("told of row " + std::to_string(r));
     }
@@ -154,7 +154,7 @@ int main(int count, char** arguments) {
   given.vocab = options.number("vocab", 66);
   given.shift = options.number("shift", 0);
   given.top = options.number("top", 0);
-  given.drawn = options.number("drawn", 0);
+  given.sampled = options.number("sampled", 0);
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check(given);

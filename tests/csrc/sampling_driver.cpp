@@ -1,9 +1,9 @@
 // Runs csrc/sampling/kernel.cuh, with --each csrc/sampling/warp_kernel.cuh, with --streamed
-// csrc/sampling/streaming_kernel.cuh or with --part csrc/sampling/argmax.cuh, in the emulator: rows of one kind of
-// logits, drawn with many sets of parameters, in many schedules. Every token must be the one that
-// csrc/sampling/row_cpu.h finds by partial sorting, with the same powers. With --sums it compares sums
-// of weights instead, those of GPUs with quick doubles with those of others, and with --edges where
-// nuclei end with where bins say that they do.
+// csrc/sampling/streaming_kernel.cuh or with --part csrc/sampling/argmax.cuh, in the emulator: rows
+// of one kind of logits, sampled with many sets of parameters, in many schedules. Every token must
+// be the one that csrc/sampling/row_cpu.h finds by partial sorting, with the same powers. With
+// --sums it compares sums of weights instead, those of GPUs with quick doubles with those of
+// others, and with --edges where nuclei end with where bins say that they do.
 #include "cases.h"
 
 #include "sampling/argmax.cuh"
@@ -20,7 +20,7 @@ struct Case {
   std::string kind;
   long vocab, threads, shift, each, part;
   bool stored, streamed;
-  long given_up;  // rows at most that a streamed draw gives up
+  long given_up;  // rows at most that the streaming kernel gives up
   std::vector<int> seeds;
 };
 
@@ -48,11 +48,11 @@ float best_of(const float* logits, std::int64_t vocab) {
   for (std::int64_t i = 1; i < vocab; ++i) best = cuda::max_or_nan(best, logits[i]);
   return best;
 }
-float odds(float distance) {
+float scaled_prob(float distance) {
   return cuda::fast_exp2(-distance);
 }
-float weigh(const float* logits, std::int64_t vocab, float best, float octaves, float* distances,
-            std::int64_t* weights) {
+float find_weights(const float* logits, std::int64_t vocab, float best, float octaves,
+                   float* distances, std::int64_t* weights) {
   float farthest = 0.0f;
   for (std::int64_t i = 0; i < vocab; ++i) {
     distances[i] = (best - logits[i]) * octaves;
@@ -145,7 +145,7 @@ struct Rows {
       for (long i = 0; i < vocab; ++i) {
         if (i % part == 0) best.values.push_back(0);
         const float logit = logits.values[static_cast<std::size_t>(r * vocab + i)] + 0.0f;
-        const std::uint64_t key = cuda::BestKey::of(logit, static_cast<unsigned>(i)).key;
+        const std::uint64_t key = cuda::ArgmaxKey::of(logit, static_cast<unsigned>(i)).key;
         best.values.back() = std::max(best.values.back(), key);
       }
     }
@@ -162,8 +162,8 @@ struct Rows {
     each(remaining, Use::write), each(cursor, Use::write), each(positions, Use::write);
     each(out, Use::write);
   }
-  DrawArgs args() const {
-    DrawArgs args;
+  SampleArgs args() const {
+    SampleArgs args;
     args.logits = logits.device, args.row_stride = vocab, args.vocab = vocab, args.rows = kRows;
     args.tokens = tokens.device, args.slots = slots.device, args.positions = positions.device;
     args.remaining = remaining.device, args.cursor = cursor.device, args.out = out.device;
@@ -187,38 +187,43 @@ struct Rows {
 std::vector<std::int64_t> expected(const Case& given) {
   Rows rows(given);
   rows.all([](auto& tensor, emulator::Use) { tensor.device = tensor.values.data(); });
-  const DrawArgs args = rows.args();
-  const DrawKernels kernels = {&best_of, &first_place, &odds, &weigh, &before, &bin, &holds, &keep};
-  RowDraw row(args, kernels);
+  const SampleArgs args = rows.args();
+  const SampleKernels kernels = {&best_of, &first_place, &scaled_prob, &find_weights,
+                                 &before,  &bin,         &holds,       &keep};
+  RowSampler row(args, kernels);
   for (long r = 0; r < kRows; ++r) {
-    if (args.draws(r)) move_on(args, r, row.token(r));
+    if (args.is_active(r)) move_on(args, r, row.token(r));
   }
   return rows.changed();
 }
 
 template <int kThreads>
-emulator::Launch streamed_launch(const DrawArgs& args) {
-  return {"draw",   static_cast<unsigned>(kRows),
-          kThreads, static_cast<std::size_t>(cuda::streamed_bytes<kThreads>()),
-          false,    [=] { cuda::streamed_draw_kernel<kThreads, 1>(args); }};
+emulator::Launch streamed_launch(const SampleArgs& args) {
+  return {"sample", static_cast<unsigned>(kRows),
+          kThreads, static_cast<std::size_t>(cuda::streaming_shared_bytes<kThreads>()),
+          false,    [=] { cuda::streaming_kernel<kThreads, 1>(args); }};
 }
 
 template <unsigned kTokens>
-emulator::Launch small_launch(const DrawArgs& args) {
+emulator::Launch small_launch(const SampleArgs& args) {
   if (args.vocab > cuda::kWarp * kTokens) differ("so many tokens have no room in a warp");
-  constexpr unsigned kEach = cuda::kSmallThreads / cuda::kWarp;
-  return {"draw", static_cast<unsigned>((args.rows + kEach - 1) / kEach), cuda::kSmallThreads, 0,
-          false,  [=] { cuda::small_draw_kernel<kTokens>(args); }};
+  constexpr unsigned kEach = cuda::kWarpKernelThreads / cuda::kWarp;
+  return {"sample",
+          static_cast<unsigned>((args.rows + kEach - 1) / kEach),
+          cuda::kWarpKernelThreads,
+          0,
+          false,
+          [=] { cuda::warp_kernel<kTokens>(args); }};
 }
-emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
+emulator::Launch launch_of(const Case& given, const SampleArgs& args) {
   if (given.part > 0) {
-    constexpr unsigned kEach = cuda::kBestThreads / cuda::kWarp;
-    return {"draw",
+    constexpr unsigned kEach = cuda::kArgmaxThreads / cuda::kWarp;
+    return {"sample",
             static_cast<unsigned>((args.rows + kEach - 1) / kEach),
-            cuda::kBestThreads,
+            cuda::kArgmaxThreads,
             0,
             false,
-            [=] { cuda::best_draw_kernel(args); }};
+            [=] { cuda::argmax_kernel(args); }};
   }
   if (given.each == 4) return small_launch<4>(args);
   if (given.each == 8) return small_launch<8>(args);
@@ -234,12 +239,12 @@ emulator::Launch launch_of(const Case& given, const DrawArgs& args) {
     differ("no kernel has so many threads");
   }
   const unsigned threads = cuda::row_threads(given.vocab, static_cast<unsigned>(given.threads));
-  std::size_t bytes = static_cast<std::size_t>(cuda::draw_shared_bytes(threads));
+  std::size_t bytes = static_cast<std::size_t>(cuda::sample_shared_bytes(threads));
   const bool stored = given.stored;
-  if (stored) bytes += static_cast<std::size_t>(cuda::draw_stored_bytes(given.vocab, 1));
-  return {"draw", static_cast<unsigned>(kRows), threads, bytes, false, [=] {
-            if (stored) return cuda::draw_kernel<true, 1024, 1>(args);
-            cuda::draw_kernel<false, 1024, 1>(args);
+  if (stored) bytes += static_cast<std::size_t>(cuda::stored_row_bytes(given.vocab, 1));
+  return {"sample", static_cast<unsigned>(kRows), threads, bytes, false, [=] {
+            if (stored) return cuda::sample_kernel<true, 1024, 1>(args);
+            cuda::sample_kernel<false, 1024, 1>(args);
           }};
 }
 
@@ -249,7 +254,7 @@ void check(const Case& given) {
     emulator::free_all();
     Rows rows(given);
     rows.all([](auto& tensor, emulator::Use use) { tensor.to_device(use); });
-    const DrawArgs args = rows.args();
+    const SampleArgs args = rows.args();
     emulator::launch(launch_of(given, args));
     emulator::run(static_cast<unsigned>(seed));
     if (emulator::detours() > given.given_up) {
@@ -265,7 +270,7 @@ void check(const Case& given) {
   }
 }
 
-// Between which odds the bins say that a block's row's nucleus ends.
+// Between which scaled probabilities the bins say that a block's row's nucleus ends.
 struct EdgesArgs {
   const float* logits;
   unsigned vocab;
@@ -276,23 +281,23 @@ struct EdgesArgs {
 template <unsigned kThreads>
 void edges_kernel(const EdgesArgs& args) {
   using namespace cuda;
-  auto& shared = *reinterpret_cast<StreamedShared<kThreads>*>(memory);
+  auto& shared = *reinterpret_cast<StreamingShared<kThreads>*>(memory);
   const unsigned r = blockIdx.x;
   const float* const logits = args.logits + r * args.vocab;
   const Row row = {logits, args.vocab, Row::is_aligned(logits), kThreads / kWarp};
   Block block(shared.block, kThreads / kWarp);
-  OddsBins<kThreads> bins(shared.bins, args.vocab, block, shared.results);
+  ScaledProbHistogram<kThreads> bins(shared.bins, args.vocab, block, shared.results);
   bool counted = false;
   const float best =
       best_and_sections<true>(row, args.octaves[r], block, shared.sections, bins, counted);
-  const OddsRow odds(row, {best, args.octaves[r]});
-  const Edges edges =
-      StreamedDraw<kThreads>(odds, block, shared, bins, counted).edges_of_nucleus(args.top_p[r]);
+  const ScaledProbRow scaled_prob(row, {best, args.octaves[r]});
+  const Edges edges = StreamingSampler<kThreads>(scaled_prob, block, shared, bins, counted)
+                          .edges_of_nucleus(args.top_p[r]);
   if (threadIdx.x == 0) args.edges[r] = edges;
 }
-// Nuclei that end just before or behind some token: its odds must lie between the edges, as tries
-// are kept or refused by these. Many lie at the border of a bin: some tokens are any, of which
-// there are more than bins, some those that are nearest to one.
+// Nuclei that end just before or behind some token: its scaled probabilities must lie between the
+// edges, as attempts are kept or rejected by these. Many lie at the border of a bin: some tokens
+// are any, of which there are more than bins, some those that are nearest to one.
 void check_edges(const Case& given, long rows) {
   constexpr unsigned kThreads = 128;
   std::mt19937 random(static_cast<unsigned>(given.vocab));
@@ -309,8 +314,8 @@ void check_edges(const Case& given, long rows) {
     edges.values.push_back({});
     std::vector<float> distances(vocab);
     std::vector<std::int64_t> weights(vocab);
-    weigh(row, given.vocab, best_of(row, given.vocab), octaves.values.back(), distances.data(),
-          weights.data());
+    find_weights(row, given.vocab, best_of(row, given.vocab), octaves.values.back(),
+                 distances.data(), weights.data());
     std::vector<std::size_t> order(vocab);
     for (std::size_t i = 0; i < vocab; ++i) order[i] = i;
     std::stable_sort(order.begin(), order.end(),
@@ -321,9 +326,10 @@ void check_edges(const Case& given, long rows) {
       total += static_cast<std::uint64_t>(weight), weighty += weight > 0;
     }
     std::size_t last = random() % (weighty - 1);  // of the nucleus
-    // How far odds are from a border, in ulp, where they are to the best from the first.
+    // How far scaled probabilities are from a border, in ulp, where they are to the best from the
+    // first.
     const auto apart = [&](std::size_t i) {
-      const auto low = static_cast<std::int16_t>(__float_as_uint(odds(distances[order[i]])));
+      const auto low = static_cast<std::int16_t>(__float_as_uint(scaled_prob(distances[order[i]])));
       return std::abs(static_cast<int>(low));
     };
     for (std::size_t i = 0; r % 2 && i + 1 < weighty; ++i) {
@@ -343,7 +349,7 @@ void check_edges(const Case& given, long rows) {
       sum += static_cast<std::uint64_t>(weights[order[at]]);
       if (sum >= limit) break;
     }
-    const float odd = odds(distances[order[at]]);
+    const float odd = scaled_prob(distances[order[at]]);
     want.push_back(__float_as_uint(odd));
   }
   emulator::free_all();
@@ -352,42 +358,44 @@ void check_edges(const Case& given, long rows) {
   const EdgesArgs args = {logits.device, static_cast<unsigned>(given.vocab), octaves.device,
                           top_p.device, edges.device};
   emulator::launch({"edges", static_cast<unsigned>(rows), kThreads,
-                    sizeof(cuda::StreamedShared<kThreads>), false,
+                    sizeof(cuda::StreamingShared<kThreads>), false,
                     [=] { edges_kernel<kThreads>(args); }});
   emulator::run(0);
   for (long r = 0; r < rows; ++r) {
     const cuda::Edges found = edges.device[r];
     const std::uint32_t odd = want[static_cast<std::size_t>(r)];
     if (odd > found.above || odd <= found.listed) {
-      differ("row " + std::to_string(r) + ": a nucleus ends at odds of " + std::to_string(odd) +
-             ", not from " + std::to_string(found.listed) + " to " + std::to_string(found.above));
+      differ("row " + std::to_string(r) + ": a nucleus ends at scaled_prob of " +
+             std::to_string(odd) + ", not from " + std::to_string(found.listed) + " to " +
+             std::to_string(found.above));
     }
   }
 }
 
-// Of odds from 2**-45 to 1, which weigh nothing below 2**-38.
+// Of scaled probabilities from 2**-45 to 1, of which those below 2**-38 weigh nothing.
 template <bool kQuickDoubles>
-std::uint64_t sum_of(const std::vector<float>& odds) {
-  using Sum = cuda::OddsSumOf<kQuickDoubles>;
+std::uint64_t sum_of(const std::vector<float>& scaled_prob) {
+  using Sum = cuda::ScaledProbSumOf<kQuickDoubles>;
   Sum sum;
-  for (std::size_t i = 0; i < odds.size(); ++i) sum.add_if(i % 3 > 0, Sum::term(odds[i]));
+  for (std::size_t i = 0; i < scaled_prob.size(); ++i)
+    sum.add_if(i % 3 > 0, Sum::term(scaled_prob[i]));
   return sum.sum();
 }
 void check_sums(long rounds) {
   std::mt19937 random(0);
   std::uniform_real_distribution<float> octaves(0.0f, 45.0f);
   for (long round = 0; round < rounds; ++round) {
-    std::vector<float> odds = {1.0f, 0.0f, 1.0f, 0x1p-38f, 0x1.fffffep-39f, 0x1p-126f};
+    std::vector<float> scaled_prob = {1.0f, 0.0f, 1.0f, 0x1p-38f, 0x1.fffffep-39f, 0x1p-126f};
     const float steep = 1.0f / static_cast<float>(1 + round % 8);
-    while (odds.size() < cuda::kMostSummed) {
-      odds.push_back(round == 0 ? 1.0f : std::exp2(-octaves(random) * steep));
+    while (scaled_prob.size() < cuda::kMostSummed) {
+      scaled_prob.push_back(round == 0 ? 1.0f : std::exp2(-octaves(random) * steep));
     }
     std::uint64_t want = 0;
-    for (std::size_t i = 0; i < odds.size(); ++i) {
-      if (i % 3 > 0) want += static_cast<std::uint64_t>(odds[i] * kWeightOne);
+    for (std::size_t i = 0; i < scaled_prob.size(); ++i) {
+      if (i % 3 > 0) want += static_cast<std::uint64_t>(scaled_prob[i] * kWeightOne);
     }
-    if (sum_of<true>(odds) != want) differ("a sum of doubles");
-    if (sum_of<false>(odds) != want) differ("a sum of pieces");
+    if (sum_of<true>(scaled_prob) != want) differ("a sum of doubles");
+    if (sum_of<false>(scaled_prob) != want) differ("a sum of pieces");
   }
 }
 

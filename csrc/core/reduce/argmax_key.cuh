@@ -23,11 +23,11 @@ __device__ __forceinline__ bool is_finite(float logit) {
   return logit - logit == 0.0f;
 }
 
-struct BestKey {
+struct ArgmaxKey {
   std::uint64_t key;
 
   // The logit is not -0, which is no less than 0.
-  __device__ static BestKey of(float logit, unsigned id) {
+  __device__ static ArgmaxKey of(float logit, unsigned id) {
     return {static_cast<std::uint64_t>(order_of(logit)) << 32 | ~id};
   }
   __device__ float logit() const { return logit_of(static_cast<unsigned>(key >> 32)); }

@@ -15,8 +15,8 @@ namespace cuda {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-template <class T, class Combine>
-__device__ __forceinline__ T across_warp(T mine, Combine combine) {
+template <class T, class CombineExpSums>
+__device__ __forceinline__ T across_warp(T mine, CombineExpSums combine) {
   const int lane = static_cast<int>(threadIdx.x % kWarp);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) {
@@ -92,8 +92,8 @@ class Block {
       : shared_(shared), warps_(warps) {}
 
   // `nothing` combined with x is x; T has eight bytes at most.
-  template <class T, class Combine>
-  __device__ T all(T mine, T nothing, Combine combine) {
+  template <class T, class CombineExpSums>
+  __device__ T all(T mine, T nothing, CombineExpSums combine) {
     static_assert(sizeof(T) <= sizeof(std::uint64_t), "a slot holds no more");
     T* const slots = reinterpret_cast<T*>(next_slots());
     mine = across_warp(mine, combine);

@@ -13,7 +13,7 @@
 namespace minserve {
 namespace cuda {
 
-class Team {
+class Cluster {
  public:
   static constexpr unsigned kMostBlocks = 8;
   struct alignas(16) Shared {
@@ -33,7 +33,7 @@ class Team {
     arrive_at_cluster();
     wait_for_cluster();
   }
-  __device__ explicit Team(Shared& shared)
+  __device__ explicit Cluster(Shared& shared)
       : block(shared.block),
         shared_(shared),
         blocks_(blocks_of_cluster()),

@@ -1,4 +1,4 @@
-// Adjusting logits on a GPU: blocks take pieces of rows, most of which have nothing to adjust.
+// Processing logits on a GPU: blocks take pieces of rows, most of which have nothing to process.
 #pragma once
 
 #include "../../arch/ptx.cuh"
@@ -7,21 +7,21 @@
 namespace minserve {
 namespace cuda {
 
-constexpr int kAdjustThreads = 256;
+constexpr int kLogitsProcessorThreads = 256;
 constexpr std::int64_t kPiece = 4096;  // tokens
 
 MS_HD std::int64_t pieces_of(std::int64_t vocab) {
   return (vocab + kPiece - 1) / kPiece;
 }
 
-__global__ void __launch_bounds__(kAdjustThreads)
-    adjust_kernel(const __grid_constant__ AdjustArgs args) {
+__global__ void __launch_bounds__(kLogitsProcessorThreads)
+    logits_processor_kernel(const __grid_constant__ LogitsProcessorArgs args) {
   const std::int64_t pieces = pieces_of(args.vocab), begin = blockIdx.x % pieces * kPiece;
   const std::int64_t end = begin + kPiece < args.vocab ? begin + kPiece : args.vocab;
   pdl_launch_dependents();
   wait_for_previous_kernel();
-  adjust_piece(args, blockIdx.x / pieces, begin, end, threadIdx.x, kAdjustThreads,
-               [] { __syncthreads(); });
+  process_piece(args, blockIdx.x / pieces, begin, end, threadIdx.x, kLogitsProcessorThreads,
+                [] { __syncthreads(); });
 }
 
 }  // namespace cuda

@@ -11,7 +11,7 @@
 
 namespace minserve {
 
-struct AdjustArgs {
+struct LogitsProcessorArgs {
   float* logits = nullptr;  // [rows, vocab], rows row_stride apart
   std::int64_t row_stride = 0;
   std::int64_t rows = 0;
@@ -37,9 +37,9 @@ constexpr float kMostLogit = 3.402823466e38f;
 MS_HD float bounded(float x) {
   return x > kMostLogit ? kMostLogit : x < -kMostLogit ? -kMostLogit : x;
 }
-// What is not finite stays as it is, that a draw sees it; what is, stays so.
-MS_HD float unless_broken(float logit, float adjusted) {
-  return logit - logit != 0.0f ? logit : bounded(adjusted);
+// What is not finite stays as it is, that sampling sees it; what is, stays so.
+MS_HD float unless_broken(float logit, float processed) {
+  return logit - logit != 0.0f ? logit : bounded(processed);
 }
 // Of an impossible token.
 MS_HD float banned(float logit) {
@@ -56,7 +56,7 @@ class Record {
     std::int32_t until;  // at positions below
   };
 
-  MS_HD Record(const AdjustArgs& args, std::int32_t slot)
+  MS_HD Record(const LogitsProcessorArgs& args, std::int32_t slot)
       : words_(args.records + slot * kRecordWords) {}
 
   MS_HD std::int32_t* counts() const { return address(0); }  // [vocab], or null
@@ -95,7 +95,7 @@ class Record {
 };
 
 // The words of a row's mask, or null.
-MS_HD const std::int32_t* mask_of(const AdjustArgs& args, std::int64_t r) {
+MS_HD const std::int32_t* mask_of(const LogitsProcessorArgs& args, std::int64_t r) {
   if (!args.masks) return nullptr;
   const std::int32_t which = args.mask_of[r];
   return which < 0 || which >= args.masked ? nullptr : args.masks + which * args.mask_words;
@@ -104,8 +104,8 @@ MS_HD const std::int32_t* mask_of(const AdjustArgs& args, std::int64_t r) {
 // Tokens [begin, end) of a row, by one of `threads` threads; `meet` is a barrier for these. A row
 // may be cut into pieces, each with threads of its own.
 template <class Meet>
-MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t begin,
-                        std::int64_t end, std::int64_t thread, std::int64_t threads, Meet meet) {
+MS_HD void process_piece(const LogitsProcessorArgs& args, std::int64_t r, std::int64_t begin,
+                         std::int64_t end, std::int64_t thread, std::int64_t threads, Meet meet) {
   const std::int32_t slot = args.slots[r];
   if (slot < 0 || slot >= args.count) return;
   const Record record(args, slot);
@@ -114,7 +114,7 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
   const std::int64_t entries = record.entries(), position = args.positions[r];
   float* const logits = args.logits + r * args.row_stride;
   if (mask || counts) {
-    // The one that this step reads was drawn for the answer, but for the prompt's last.
+    // The one that this step reads was sampled for the answer, but for the prompt's last.
     const std::int64_t read = position > 0 ? args.tokens[r] : -1;
     for (std::int64_t first = begin + thread; first < end; first += kAhead * threads) {
       // All are asked for before anything is written.
@@ -155,12 +155,13 @@ MS_HD void adjust_piece(const AdjustArgs& args, std::int64_t r, std::int64_t beg
 }
 
 // Does rows [begin, end) on the CPU.
-MS_DECLARE_PER_ISA(void adjust_rows(const AdjustArgs& args, std::int64_t begin, std::int64_t end);)
+MS_DECLARE_PER_ISA(void process_rows(const LogitsProcessorArgs& args, std::int64_t begin,
+                                     std::int64_t end);)
 
 #ifdef MINSERVE_CUDA
 namespace cuda {
 // Enqueues on the stream.
-void adjust(const AdjustArgs& args, int device, void* stream);
+void process_logits(const LogitsProcessorArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif
 

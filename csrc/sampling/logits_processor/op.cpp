@@ -27,7 +27,7 @@ void adjust_(const Tensor& logits, const Tensor& tokens_given, const Tensor& slo
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Tensor positions = torch::stable::contiguous(positions_given);
 
-  AdjustArgs args;
+  LogitsProcessorArgs args;
   args.logits = static_cast<float*>(logits.mutable_data_ptr());
   args.row_stride = logits.stride(0);
   args.rows = rows;
@@ -54,9 +54,9 @@ void adjust_(const Tensor& logits, const Tensor& tokens_given, const Tensor& slo
     args.mask_words = masks.size(1);
   }
   if (rows == 0) return;
-  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(adjust_rows));
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(process_rows));
 #ifdef MINSERVE_CUDA
-  cuda::adjust(args, logits.get_device_index(), current_stream(logits));
+  cuda::process_logits(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif

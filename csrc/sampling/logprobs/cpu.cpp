@@ -27,9 +27,9 @@ double sum_of_exp(const float* logits, std::int64_t vocab, float best) {
 }
 
 // The `count` best tokens of a row so far, best first.
-class Ranks {
+class TopLogprobs {
  public:
-  explicit Ranks(std::int32_t count) : count_(count) {}
+  explicit TopLogprobs(std::int32_t count) : count_(count) {}
 
   // Ids ascend, so an equal logit comes after those that are here.
   void add(float logit, std::int64_t id) {
@@ -65,35 +65,35 @@ bool holds(const float* logits, std::int64_t count, float wanted) {
   return found;
 }
 
-void report(const TargetArgs& args, std::int64_t r, const Asked& asked) {
+void report(const LogprobsArgs& args, std::int64_t r, const LogprobsRequest& request) {
   const float* logits = args.logits + r * args.row_stride;
   const float best = best_logit(logits, args.vocab);
   const bool finite = best - best == 0.0f;
   const float nan = __builtin_nanf("");
-  const bool exists = asked.target >= 0 && asked.target < args.vocab;
-  const float chosen = finite && exists ? logits[asked.target] : nan;
+  const bool exists = request.target >= 0 && request.target < args.vocab;
+  const float chosen = finite && exists ? logits[request.target] : nan;
   const float log_sum =
       finite ? static_cast<float>(::log(sum_of_exp(logits, args.vocab, best))) : 0;
   const auto logprob = [&](float logit) { return bits_of((logit - best) - log_sum); };
-  asked.report[0] = logprob(chosen);
-  asked.report[1] = chosen == best && !holds(logits, asked.target, best);
-  if (asked.top == 0) return;
-  Ranks ranks(asked.top);
-  for (std::int64_t id = 0; finite && id < args.vocab; ++id) ranks.add(logits[id], id);
-  for (std::int32_t rank = 0; rank < asked.top; ++rank) {
-    std::int32_t* const words = asked.report + words_of_report(rank);
-    words[0] = rank < ranks.size() ? ranks.id(rank) : 0;
-    words[1] = logprob(rank < ranks.size() ? ranks.logit(rank) : nan);
+  request.report[0] = logprob(chosen);
+  request.report[1] = chosen == best && !holds(logits, request.target, best);
+  if (request.top == 0) return;
+  TopLogprobs top(request.top);
+  for (std::int64_t id = 0; finite && id < args.vocab; ++id) top.add(logits[id], id);
+  for (std::int32_t rank = 0; rank < request.top; ++rank) {
+    std::int32_t* const words = request.report + words_of_report(rank);
+    words[0] = rank < top.size() ? top.id(rank) : 0;
+    words[1] = logprob(rank < top.size() ? top.logit(rank) : nan);
   }
 }
 
 }  // namespace
 
-void target_rows(const TargetArgs& args, std::int64_t begin, std::int64_t end) {
+void logprob_rows(const LogprobsArgs& args, std::int64_t begin, std::int64_t end) {
   for (std::int64_t r = begin; r < end; ++r) {
-    const Asked asked(args, r);
-    if (!asked.report) continue;
-    report(args, r, asked);
+    const LogprobsRequest request(args, r);
+    if (!request.report) continue;
+    report(args, r, request);
     if (args.told) ++args.told[r];
   }
 }

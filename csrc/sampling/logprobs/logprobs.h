@@ -10,7 +10,7 @@
 
 namespace minserve {
 
-struct TargetArgs {
+struct LogprobsArgs {
   const float* logits = nullptr;  // [rows, vocab], rows row_stride apart
   std::int64_t row_stride = 0;
   std::int64_t rows = 0;
@@ -18,7 +18,7 @@ struct TargetArgs {
   std::int32_t* reports = nullptr;        // [rows, words], or [steps, rows, words]
   std::int32_t top = 0;                   // how many best tokens a report has room for
   const std::int64_t* targets = nullptr;  // [rows]; else null, and all of these are given:
-  // What a draw has written down, and how many of it have been reported.
+  // What sampling has written down, and how many of it have been reported.
   const std::int32_t* out = nullptr;  // [steps, rows], rows out_stride apart
   std::int64_t out_stride = 0;
   std::int64_t steps = 0;
@@ -34,12 +34,12 @@ MS_HD std::int32_t words_of_report(std::int32_t top) {
 }
 
 // What is asked for of row r.
-struct Asked {
+struct LogprobsRequest {
   std::int32_t* report = nullptr;  // null: nothing
   std::int64_t target = 0;
   std::int32_t top = 0;
 
-  MS_HD Asked(const TargetArgs& args, std::int64_t r) {
+  MS_HD LogprobsRequest(const LogprobsArgs& args, std::int64_t r) {
     const std::int32_t words = words_of_report(args.top);
     if (args.targets) {
       report = args.reports + r * words;
@@ -47,7 +47,7 @@ struct Asked {
       top = args.top;
       return;
     }
-    // Only a row that has drawn since the last call has moved its cursor.
+    // Only a row that has sampled since the last call has moved its cursor.
     const std::int32_t wanted = args.tops[r], at = args.told[r];
     if (wanted < 0 || at < 0 || at >= args.steps || at >= args.cursor[r]) return;
     report = args.reports + (at * args.rows + r) * words;
@@ -57,12 +57,13 @@ struct Asked {
 };
 
 // Does rows [begin, end) on the CPU.
-MS_DECLARE_PER_ISA(void target_rows(const TargetArgs& args, std::int64_t begin, std::int64_t end);)
+MS_DECLARE_PER_ISA(void logprob_rows(const LogprobsArgs& args, std::int64_t begin,
+                                     std::int64_t end);)
 
 #ifdef MINSERVE_CUDA
 namespace cuda {
 // Enqueues on the stream.
-void target_logprobs(const TargetArgs& args, int device, void* stream);
+void logprobs(const LogprobsArgs& args, int device, void* stream);
 }  // namespace cuda
 #endif
 

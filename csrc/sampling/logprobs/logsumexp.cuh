@@ -32,7 +32,7 @@ struct ExpSum {
     return sum;
   }
 };
-struct Combine {
+struct CombineExpSums {
   __device__ std::uint64_t operator()(std::uint64_t x_bits, std::uint64_t y_bits) const {
     ExpSum x = ExpSum::unpacked(x_bits), y = ExpSum::unpacked(y_bits);
     x.raise(y.best);
@@ -42,7 +42,7 @@ struct Combine {
   }
 };
 
-class Share {
+class LogSumExpReader {
  public:
   // All of the thread's.
   __device__ __forceinline__ void read(const Row& row) {
@@ -62,7 +62,7 @@ class Share {
   __device__ ExpSum sum() const { return sum_; }
   // 0, which is below all others, where there is no token. 0 is added since -0 is no less than 0.
   __device__ std::uint64_t key() const {
-    return id_ == kNone ? 0 : BestKey::of(sum_.best + 0.0f, id_).key;
+    return id_ == kNone ? 0 : ArgmaxKey::of(sum_.best + 0.0f, id_).key;
   }
 
  private:

@@ -9,9 +9,9 @@ namespace minserve {
 namespace {
 
 // What both take.
-TargetArgs of_rows(const Check& check, const Tensor& logits_given, const Tensor& logits) {
+LogprobsArgs of_rows(const Check& check, const Tensor& logits_given, const Tensor& logits) {
   check.tensor(logits_given, "logits", ScalarType::Float, {-1, -1}, "[rows, vocab]");
-  TargetArgs args;
+  LogprobsArgs args;
   args.rows = logits_given.size(0);
   args.vocab = logits_given.size(1);
   check.require(args.vocab >= 1 && args.vocab <= INT32_MAX,
@@ -39,11 +39,11 @@ std::int32_t* changed(const Check& check, const Tensor& t, const char* name) {
   return static_cast<std::int32_t*>(t.mutable_data_ptr());
 }
 
-void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
+void run_logprobs(const LogprobsArgs& args, const Tensor& logits) {
   if (args.rows == 0) return;
-  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(target_rows));
+  if (logits.is_cpu()) return by_rows(args, MS_BY_ISA(logprob_rows));
 #ifdef MINSERVE_CUDA
-  cuda::target_logprobs(args, logits.get_device_index(), current_stream(logits));
+  cuda::logprobs(args, logits.get_device_index(), current_stream(logits));
 #else
   no_cuda();
 #endif
@@ -54,7 +54,7 @@ void run_target_logprobs(const TargetArgs& args, const Tensor& logits) {
 Tensor target_logprobs(const Tensor& logits_given, const Tensor& targets_given, std::int64_t top) {
   const Check check("target_logprobs", logits_given, "logits");
   const Tensor logits = in_rows(logits_given);
-  TargetArgs args = of_rows(check, logits_given, logits);
+  LogprobsArgs args = of_rows(check, logits_given, logits);
   check.tensor(targets_given, "targets", ScalarType::Long, {args.rows}, "[rows]");
   const std::int64_t most = args.vocab < kMostTop ? args.vocab : kMostTop;
   check.require(top >= 0 && top <= most, "top must be 0 to ", most, ", got ", top);
@@ -70,7 +70,7 @@ Tensor target_logprobs(const Tensor& logits_given, const Tensor& targets_given, 
   Tensor reports =
       torch::stable::new_empty(logits, {args.rows, words_of_report(args.top)}, ScalarType::Int);
   args.reports = static_cast<std::int32_t*>(reports.mutable_data_ptr());
-  run_target_logprobs(args, logits);
+  run_logprobs(args, logits);
   return reports;
 }
 
@@ -79,7 +79,7 @@ void report_logprobs_(const Tensor& logits_given, const Tensor& tops_given,
                       const Tensor& reports) {
   const Check check("report_logprobs_", logits_given, "logits");
   const Tensor logits = in_rows(logits_given);
-  TargetArgs args = of_rows(check, logits_given, logits);
+  LogprobsArgs args = of_rows(check, logits_given, logits);
   const std::int64_t rows = args.rows;
   check.tensor(tops_given, "tops", ScalarType::Int, {rows}, "[rows]");
   check.tensor(cursor_given, "cursor", ScalarType::Int, {rows}, "[rows]");
@@ -102,7 +102,7 @@ void report_logprobs_(const Tensor& logits_given, const Tensor& tops_given,
   args.out_stride = rows;
   args.told = changed(check, told, "told");
   args.reports = changed(check, reports, "reports");
-  run_target_logprobs(args, logits);
+  run_logprobs(args, logits);
 }
 
 }  // namespace minserve

@@ -15,7 +15,7 @@ namespace minserve {
 namespace cuda {
 
 template <int kMostThreads>
-struct RanksShared {
+struct TopLogprobsShared {
   static constexpr unsigned kListed = 256;
   std::uint64_t bests[kMostThreads];  // of each warp's threads, falling
   std::uint64_t list[kListed];
@@ -51,10 +51,11 @@ __device__ inline unsigned count_greater(const std::uint64_t (&falling)[kWarp],
 }
 
 // Calls found(rank, key) for the `count` best of the row, each by one thread; fewer where it has no
-// more. `mine`: the best of this thread's tokens as BestKey, 0 where it has none.
+// more. `mine`: the best of this thread's tokens as ArgmaxKey, 0 where it has none.
 template <int kMostThreads, class Found>
-__device__ void rank_best(const Row& row, std::uint64_t mine, std::int32_t count, Block& block,
-                          RanksShared<kMostThreads>& shared, Found found) {
+__device__ void find_top_logprobs(const Row& row, std::uint64_t mine, std::int32_t count,
+                                  Block& block, TopLogprobsShared<kMostThreads>& shared,
+                                  Found found) {
   const unsigned thread = threadIdx.x, threads = blockDim.x, wanted = static_cast<unsigned>(count);
   const std::uint64_t own = mine;
   mine = sorted_by_warp(mine);
@@ -68,7 +69,7 @@ __device__ void rank_best(const Row& row, std::uint64_t mine, std::int32_t count
         *reinterpret_cast<const std::uint64_t (*)[kWarp]>(shared.bests + warp * kWarp), mine);
   }
   if (mine && better < wanted) {
-    shared.owner[atomicAdd(&shared.owners, 1u)] = BestKey{mine}.id();
+    shared.owner[atomicAdd(&shared.owners, 1u)] = ArgmaxKey{mine}.id();
     if (better == wanted - 1) shared.bound = mine;
   }
   __syncthreads();
@@ -78,7 +79,7 @@ __device__ void rank_best(const Row& row, std::uint64_t mine, std::int32_t count
     const float x[kTogether] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (unsigned k = 0; k < kTogether; ++k) {
-      if (id + k < row.vocab) visit(BestKey::of(x[k] + 0.0f, id + k).key);
+      if (id + k < row.vocab) visit(ArgmaxKey::of(x[k] + 0.0f, id + k).key);
     }
   };
   const auto list = [&](unsigned id, const float4& four) {
