@@ -11,7 +11,7 @@ template <class W>
 class ByTiles {
  public:
   static constexpr std::int64_t kRowsOfOne = 2 * kTileRows;
-  static constexpr std::int64_t kUnturnedRows = kFewRows;
+  static constexpr std::int64_t kNarrowRows = kFewRows;
   static constexpr std::int64_t kBytesAhead = 8192;
   // As vectors have them: 32 KB of sums, 16 KB of weights. Where one block has all rows and panels
   // weights pass once; where it has all rows, half of the panels do at a time.
@@ -38,7 +38,7 @@ class ByTiles {
   static constexpr std::int64_t kAllSteps = INT64_MAX, kRowBytesInCache = 1250 * 1024;
 };
 
-// Bytes: more rows have them turned.
+// Bytes: more rows have them widened.
 template <>
 class Blocks<WeightsByte<FedHalf>> : public ByTiles<WeightsByte<FedHalf>> {};
 

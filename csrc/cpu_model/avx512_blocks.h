@@ -117,11 +117,11 @@ template <class W>
 class Blocks {
  public:
   static constexpr std::int64_t kRowsOfOne = kRows;
-  static constexpr std::int64_t kUnturnedRows = kRows;  // more have bytes turned for all of them
+  static constexpr std::int64_t kNarrowRows = kRows;  // more have bytes widened for all of them
   // How far ahead of one block of rows weights are fetched.
   static constexpr std::int64_t kBytesAhead = 4096;
   // Rows whose sums lie in the first-level cache together, and the steps of weights that stay near
-  // while all of those rows pass: 32 KB, of turned bytes with float32 activations 64.
+  // while all of those rows pass: 32 KB, of widened bytes with float32 activations 64.
   static constexpr std::int64_t kRowsTogether = 48, kStepsTogether = 128;
   static constexpr std::int64_t steps_together(std::int64_t) { return kStepsTogether; }
   // Rows that all panels pass before others: all, for they are multiplied more slowly than read.
@@ -150,7 +150,7 @@ class Blocks {
     for (std::int64_t p = 0; p < panels; p += P) {
       const std::int64_t wide = panels - p < P ? panels - p : P;
       for (std::int64_t b = 0; b < blocks; ++b) {
-        const Range own = share_of(rows, b, blocks);
+        const Range own = part_of(rows, b, blocks);
         block_for<W, R, P>(own.end - own.begin, wide)(
             weights + p * W::kStepBytes, stride, fed + own.begin * fed_stride, fed_stride, steps,
             sums + (own.begin * kMostPanels + p) * kPanel, begin,

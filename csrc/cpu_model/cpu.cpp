@@ -1,4 +1,4 @@
-// The language model on the CPU: the phases of a step or of a prefill, as every member of a team
+// The language model on the CPU: the phases of a step or of a prefill, as every thread of a team
 // goes through them. Compiled once per instruction set; see core/vec.h.
 #include "../core/subnormals_cpu.h"
 #include "recurrence.h"
@@ -9,12 +9,12 @@ namespace {
 
 constexpr std::int64_t kFetchedEarly = 128 * 1024;  // bytes of weights, while waiting for others
 
-// How a product is cut: into `across` runs of panels, each of which `down` members share by rows.
+// How a product is cut: into `across` runs of panels, each of which `down` threads share by rows.
 struct Cut {
   Range rows, panels;
 };
 Cut cut_of(std::int64_t rows, std::int64_t rows_of_block, std::int64_t units, std::int64_t gates,
-           std::int64_t member, std::int64_t size) {
+           std::int64_t thread, std::int64_t size) {
   std::int64_t best = 1, least = -1;
   const std::int64_t blocks = (rows + rows_of_block - 1) / rows_of_block;
   for (std::int64_t down = 1; down <= size && down <= blocks; ++down) {
@@ -26,15 +26,15 @@ Cut cut_of(std::int64_t rows, std::int64_t rows_of_block, std::int64_t units, st
       best = down;
     }
   }
-  const Range part = share_of(units, member / best, size / best);
-  return {share_of(rows, member % best, best), {part.begin * gates, part.end * gates}};
+  const Range part = part_of(units, thread / best, size / best);
+  return {part_of(rows, thread % best, best), {part.begin * gates, part.end * gates}};
 }
 
 template <class Fed>
 class Model {
  public:
-  Model(const Work& work, Team& team, std::int64_t member)
-      : work_(work), plan_(*work.plan), to_(work.buffers), team_(team), member_(member) {
+  Model(const Work& work, ThreadTeam& team, std::int64_t thread)
+      : work_(work), plan_(*work.plan), to_(work.buffers), team_(team), thread_(thread) {
     fed_stride_ = fed_row_bytes(plan_.width, kElement);
     h_stride_ = fed_row_bytes(plan_.inner, kElement);
     mlp_stride_ = fed_row_bytes(plan_.hidden, kElement);
@@ -55,7 +55,7 @@ class Model {
     if (work_.logits) {
       head(norm(plan_.norm, plan_.head));
     } else if (work_.normed) {
-      const Range mine = share_of(work_.rows, member_, team_.size);
+      const Range mine = part_of(work_.rows, thread_, team_.size);
       for (std::int64_t r = mine.begin; r < mine.end; ++r) {
         float* to = work_.normed + r * plan_.width;
         norm_row(x(r), plan_.norm, plan_.width, plan_.eps,
@@ -72,10 +72,10 @@ class Model {
   // --- waiting, and what is read after it
 
   Cut cut(const Matrix& m) const {
-    // What goes from row to row stays with one member.
+    // What goes from row to row stays with one thread.
     const bool by_rows = m.gates == 1 || !work_.layout.cu_seqlens;
     return cut_of(work_.rows, by_rows ? kRowsOfBlock<Fed> : work_.rows, m.panels() / m.gates,
-                  m.gates, member_, team_.size);
+                  m.gates, thread_, team_.size);
   }
   void wait_before(const Matrix& next) {
     const Cut mine = cut(next);
@@ -98,7 +98,7 @@ class Model {
   void each_piece(const F& f) const {  // (row, begin, end): a row's channels in runs
     constexpr std::int64_t run = 64;
     const std::int64_t runs = (plan_.width + run - 1) / run;
-    const Range mine = share_of(work_.rows * runs, member_, team_.size);
+    const Range mine = part_of(work_.rows * runs, thread_, team_.size);
     for (std::int64_t i = mine.begin; i < mine.end; ++i) {
       const std::int64_t begin = i % runs * run;
       f(i / runs, begin, begin + run < plan_.width ? begin + run : plan_.width);
@@ -119,18 +119,18 @@ class Model {
     });
   }
   void feed_rows(const float* from, std::int64_t width, char* to, std::int64_t stride) const {
-    const Range mine = share_of(work_.rows, member_, team_.size);
+    const Range mine = part_of(work_.rows, thread_, team_.size);
     for (std::int64_t r = mine.begin; r < mine.end; ++r) {
       each_vector(0, width, [&](std::int64_t c, auto lanes) {
         Fed::put(to + r * stride, c, load<VF>(from + r * width + c, lanes));
       });
     }
   }
-  // RMSNorm of x for `next`; a few rows by every member for itself.
+  // RMSNorm of x for `next`; a few rows by every thread for itself.
   const char* norm(const float* weight, const Matrix& next) {
     const bool own = work_.rows <= kOwnRows;
-    char* to = own ? to_.own + member_ * kOwnRows * fed_stride_ : to_.fed;
-    const Range mine = own ? Range{0, work_.rows} : share_of(work_.rows, member_, team_.size);
+    char* to = own ? to_.own + thread_ * kOwnRows * fed_stride_ : to_.fed;
+    const Range mine = own ? Range{0, work_.rows} : part_of(work_.rows, thread_, team_.size);
     for (std::int64_t r = mine.begin; r < mine.end; ++r) {
       norm_row(x(r), weight, plan_.width, plan_.eps,
                [&](std::int64_t c, VF v, auto) { Fed::put(to + r * fed_stride_, c, v); });
@@ -151,7 +151,7 @@ class Model {
     const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
     const std::int64_t parts = all <= most ? 1 : (all - 1) / most + 1;
     for (std::int64_t part = 0; part < parts; ++part) {
-      const Range blocks = share_of((all + block - 1) / block, part, parts);
+      const Range blocks = part_of((all + block - 1) / block, part, parts);
       const std::int64_t end = blocks.end * block < all ? blocks.end * block : all;
       multiply<Fed>(m, fed, stride, {mine.rows.begin + blocks.begin * block, mine.rows.begin + end},
                     mine.panels, finish);
@@ -224,7 +224,7 @@ class Model {
     const bool many = sequences * plan_.width >= 4 * wide * team_.size;
     const std::int64_t run = many ? wide : kPanel;
     const std::int64_t runs = (plan_.width + run - 1) / run;
-    const Range mine = share_of(sequences * runs, member_, team_.size);
+    const Range mine = part_of(sequences * runs, thread_, team_.size);
     const auto put = [&](std::int64_t row, std::int64_t c, VF v) {
       Fed::put(to_.fed + row * fed_stride_, c, v);
     };
@@ -270,8 +270,8 @@ class Model {
   const Work& work_;
   const Plan& plan_;
   const Buffers& to_;
-  Team& team_;
-  const std::int64_t member_;
+  ThreadTeam& team_;
+  const std::int64_t thread_;
   std::int64_t fed_stride_, h_stride_, mlp_stride_;
 };
 
@@ -281,12 +281,12 @@ std::int64_t fed_bytes(bool half) {
   return half ? sizeof(FedHalf::element) : sizeof(FedFloat::element);
 }
 
-void run_lm(const Work& work, Team& team, std::int64_t member) {
+void run_cpu_model(const Work& work, ThreadTeam& team, std::int64_t thread) {
   const WithoutSubnormals as_tiles_have_them;
   if (work.plan->half) {
-    Model<FedHalf>(work, team, member).run();
+    Model<FedHalf>(work, team, thread).run();
   } else {
-    Model<FedFloat>(work, team, member).run();
+    Model<FedFloat>(work, team, thread).run();
   }
 }
 

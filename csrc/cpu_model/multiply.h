@@ -31,14 +31,14 @@ std::int64_t rows_in_cache(std::int64_t row_bytes) {
 template <class W, class F>
 void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_stride, Range rows,
                    Range panels, F& finish) {
-  using Wide = typename Turned<W>::Weights;
+  using Wide = typename Widened<W>::Weights;
   using WideBlocks = Blocks<Wide>;
   constexpr std::int64_t rows_together = WideBlocks::kRowsTogether;
-  constexpr std::int64_t turned_steps = W::kInputs / Wide::kInputs;  // for one step of W
-  constexpr std::int64_t turned_bytes =
-      WideBlocks::kStepsTogether * kMostPanels * turned_steps * 64;
+  constexpr std::int64_t widened_steps = W::kInputs / Wide::kInputs;  // for one step of W
+  constexpr std::int64_t widened_bytes =
+      WideBlocks::kStepsTogether * kMostPanels * widened_steps * 64;
   alignas(64) float sums[rows_together * kMostPanels * kPanel];
-  alignas(64) char turned[Turned<W>::kNeeded ? turned_bytes : 64];
+  alignas(64) char widened[Widened<W>::kNeeded ? widened_bytes : 64];
   const std::int64_t steps = matrix.steps(), group = matrix.group();
   Blocks<W> blocks;
   WideBlocks wide_blocks;
@@ -50,25 +50,25 @@ void multiply_with(const Matrix& matrix, const char* fed, std::int64_t fed_strid
     for (std::int64_t row = rows.begin; row < rows.end;) {
       const std::int64_t left = rows.end - row;
       const std::int64_t count = left < rows_together ? left : rows_together;
-      const bool turns = Turned<W>::kNeeded && count > Blocks<W>::kUnturnedRows;
+      const bool widens = Widened<W>::kNeeded && count > Blocks<W>::kNarrowRows;
       const std::int64_t at_once =
-          turns ? WideBlocks::kStepsTogether : Blocks<W>::steps_together(count);
+          widens ? WideBlocks::kStepsTogether : Blocks<W>::steps_together(count);
       for (std::int64_t step = 0; step < steps; step += at_once) {
         const std::int64_t n = steps - step < at_once ? steps - step : at_once;
         const char* from = weights + step * stride;
         const char* input = fed + row * fed_stride + step * kInputBytes<W>;
-        // With one block weights are fetched a little ahead, with more, or while they are turned,
+        // With one block weights are fetched a little ahead, with more, or while they are widened,
         // the next steps' meanwhile; the first rows bring them into the cache for all others.
-        const bool one = !turns && count <= Blocks<W>::kRowsOfOne;
+        const bool one = !widens && count <= Blocks<W>::kRowsOfOne;
         Fetch fetch{from + (one ? Blocks<W>::kBytesAhead : n * stride), row > rows.begin ? 0
                                                                         : stride > 64 ? stride / 64
                                                                                       : 1};
-        if constexpr (Turned<W>::kNeeded) {
-          if (turns) {
-            turn<W>(from, stride, n, together, turned);
-            fetch.lines = (fetch.lines + turned_steps - 1) / turned_steps;
-            wide_blocks.run(turned, together * Wide::kStepBytes, together, input, fed_stride, count,
-                            n * turned_steps, sums, step == 0, fetch);
+        if constexpr (Widened<W>::kNeeded) {
+          if (widens) {
+            widen<W>(from, stride, n, together, widened);
+            fetch.lines = (fetch.lines + widened_steps - 1) / widened_steps;
+            wide_blocks.run(widened, together * Wide::kStepBytes, together, input, fed_stride,
+                            count, n * widened_steps, sums, step == 0, fetch);
             continue;
           }
         }

@@ -32,13 +32,13 @@ void wake_sleepers(const std::int32_t*) {}
 namespace {
 
 constexpr std::int64_t kClosed = std::int64_t{1} << 32;
-// How long the first member waits for the others. Threads that sleep take some 50 us to come.
+// How long the first thread waits for the others. Threads that sleep take some 50 us to come.
 constexpr auto kJoiningTime = std::chrono::milliseconds(1);
-// Weights per member and row below which another one costs more than it brings.
+// Weights per thread and row below which another one costs more than it brings.
 constexpr std::int64_t kGrainBytes = 48 * 1024;
 
-// The number of a new member, or -1 when the team is closed; see thread_team.h.
-std::int64_t join(Team& team, bool first, std::int64_t pieces, std::int64_t wanted) {
+// The number of a new thread, or -1 when the team is closed; see thread_team.h.
+std::int64_t join(ThreadTeam& team, bool first, std::int64_t pieces, std::int64_t wanted) {
   const std::int64_t me = __atomic_fetch_add(&team.joined, 1, __ATOMIC_ACQ_REL);
   if (me >= kClosed) return -1;
   __atomic_fetch_add(&team.claimed, pieces, __ATOMIC_ACQ_REL);
@@ -58,7 +58,7 @@ std::int64_t join(Team& team, bool first, std::int64_t pieces, std::int64_t want
 }
 
 struct Calls {  // of one instruction set
-  LmFn run;
+  CpuModelFn run;
   FedBytesFn fed_bytes;
 };
 Calls calls() {
@@ -66,19 +66,19 @@ Calls calls() {
   switch (isa()) {
 #if defined(MINSERVE_AMX)
     case Isa::amx:
-      return {&amx::run_lm, &amx::fed_bytes};
+      return {&amx::run_cpu_model, &amx::fed_bytes};
 #endif
     case Isa::avx512_bf16:
-      return {&avx512_bf16::run_lm, &avx512_bf16::fed_bytes};
+      return {&avx512_bf16::run_cpu_model, &avx512_bf16::fed_bytes};
     case Isa::avx512:
-      return {&avx512::run_lm, &avx512::fed_bytes};
+      return {&avx512::run_cpu_model, &avx512::fed_bytes};
     case Isa::avx2:
-      return {&avx2::run_lm, &avx2::fed_bytes};
+      return {&avx2::run_cpu_model, &avx2::fed_bytes};
     default:
       break;
   }
 #endif
-  return {&generic::run_lm, &generic::fed_bytes};
+  return {&generic::run_cpu_model, &generic::fed_bytes};
 }
 
 // One call: the model, the tensors that every part shares, and the memory between its phases.
@@ -143,7 +143,7 @@ class Call {
   }
 
   void run() {
-    Team team;
+    ThreadTeam team;
     torch::stable::parallel_for(0, threads_, 1, [&](std::int64_t begin, std::int64_t end) {
       const std::int64_t me = join(team, begin == 0, end - begin, threads_);
       if (me >= 0) calls_.run(work, team, me);

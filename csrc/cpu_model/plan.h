@@ -85,10 +85,10 @@ struct Buffers {
   char* fed = nullptr;  // [rows, width]: what a matrix of `width` inputs reads
   char* h = nullptr;    // [rows, inner]
   char* mlp = nullptr;  // [rows, hidden]
-  char* own = nullptr;  // per member [kOwnRows, width]
+  char* own = nullptr;  // per thread [kOwnRows, width]
 };
 
-// Up to this many rows every member prepares a matrix' input for itself, which costs less than
+// Up to this many rows every thread prepares a matrix' input for itself, which costs less than
 // waiting for each other.
 constexpr std::int64_t kOwnRows = 4;
 
@@ -111,20 +111,20 @@ struct Work {
   float* logits = nullptr;        // [rows, vocab], when wanted
 };
 
-using LmFn = void (*)(const Work&, Team&, std::int64_t member);
+using CpuModelFn = void (*)(const Work&, ThreadTeam&, std::int64_t thread);
 // Bytes of an element that feeds matrices: instruction sets differ in how they keep bfloat16.
 using FedBytesFn = std::int64_t (*)(bool half);
 
-#define MS_DECLARE_LM(isa)                                        \
-  namespace isa {                                                 \
-  void run_lm(const Work& work, Team& team, std::int64_t member); \
-  std::int64_t fed_bytes(bool half);                              \
+#define MS_DECLARE_CPU_MODEL(isa)                                              \
+  namespace isa {                                                              \
+  void run_cpu_model(const Work& work, ThreadTeam& team, std::int64_t thread); \
+  std::int64_t fed_bytes(bool half);                                           \
   }
-MS_DECLARE_LM(generic)
-MS_DECLARE_LM(avx2)
-MS_DECLARE_LM(avx512)
-MS_DECLARE_LM(avx512_bf16)
-MS_DECLARE_LM(amx)
-#undef MS_DECLARE_LM
+MS_DECLARE_CPU_MODEL(generic)
+MS_DECLARE_CPU_MODEL(avx2)
+MS_DECLARE_CPU_MODEL(avx512)
+MS_DECLARE_CPU_MODEL(avx512_bf16)
+MS_DECLARE_CPU_MODEL(amx)
+#undef MS_DECLARE_CPU_MODEL
 
 }  // namespace minserve

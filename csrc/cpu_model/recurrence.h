@@ -2,7 +2,7 @@
 // of one row each, a prefill packed ones, and both go the same way.
 //
 // The recurrence adds up as the scan of scan/scan_cpu.h does: within a chunk h goes on from the
-// carry, and the carry to the next chunk is formed from the chunk's A and B. A member of the team
+// carry, and the carry to the next chunk is formed from the chunk's A and B. A thread of the team
 // has all rows of its channels, one after the other, while they come from the product.
 #pragma once
 

@@ -3,7 +3,7 @@
 //
 // A thread pool may run the pieces of a parallel region on fewer threads than asked, or one after
 // the other. So nobody waits for a thread that has not shown up: whoever arrives joins until the
-// first closes the team, work is dealt to those who joined, and latecomers leave at once.
+// first closes the team, work is handed out to those who joined, and latecomers leave at once.
 #pragma once
 
 #include <cstdint>
@@ -36,13 +36,13 @@ class Signal {
   // Returns once the value is not `old`; meanwhile fetches [next, next + bytes).
   void wait_while(std::int32_t old, const char* next, std::int64_t bytes) {
     const char* const end = next + bytes;
-    for (int turns = 0; value() == old;) {
+    for (int spins = 0; value() == old;) {
       if (next < end) {
         __builtin_prefetch(next, 0, 2);
         next += 64;
-      } else if (turns < kSpins) {
+      } else if (spins < kSpins) {
         spin_pause();
-        ++turns;
+        ++spins;
       } else {
         __atomic_add_fetch(&sleepers_, 1, __ATOMIC_SEQ_CST);
         if (value() == old) sleep_while(&value_, old);
@@ -57,9 +57,9 @@ class Signal {
   std::int32_t sleepers_ = 0;
 };
 
-struct Team {
-  alignas(64) std::int64_t joined = 0;   // members, and 1 << 32 once nobody can join any more
-  alignas(64) std::int64_t claimed = 0;  // pieces that members came with
+struct ThreadTeam {
+  alignas(64) std::int64_t joined = 0;   // threads, and 1 << 32 once nobody can join any more
+  alignas(64) std::int64_t claimed = 0;  // pieces that threads came with
   alignas(64) std::int32_t arrived = 0;  // at the barrier
   alignas(64) Signal passed;             // barriers; the first is the closing of the team
   std::int32_t size = 1;
@@ -68,21 +68,21 @@ struct Team {
   // after it.
   void barrier(const char* next = nullptr, std::int64_t bytes = 0) {
     if (size == 1) return;
-    const std::int32_t turn = passed.value();
+    const std::int32_t generation = passed.value();
     if (__atomic_add_fetch(&arrived, 1, __ATOMIC_ACQ_REL) == size) {
       __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
-      passed.set(turn + 1);
+      passed.set(generation + 1);
     } else {
-      passed.wait_while(turn, next, bytes);
+      passed.wait_while(generation, next, bytes);
     }
   }
 };
 
-// An even share: member `index` of `count` gets [begin, end) of n.
+// An even share: thread `index` of `count` gets [begin, end) of n.
 struct Range {
   std::int64_t begin, end;
 };
-inline Range share_of(std::int64_t n, std::int64_t index, std::int64_t count) {
+inline Range part_of(std::int64_t n, std::int64_t index, std::int64_t count) {
   return {n * index / count, n * (index + 1) / count};
 }
 

@@ -197,16 +197,16 @@ struct WeightsHalf : WeightsInTwo {
 template <class W>
 constexpr std::int64_t kInputBytes = W::kInputs * sizeof(typename W::Fed::element);
 
-// Bytes are turned into what products are formed of anew for every block of rows, so where there
-// are more blocks than one, a few steps are turned first: `steps` of P panels -> the layout of
+// Bytes are widened into what products are formed of anew for every block of rows, so where there
+// are more blocks than one, a few steps are widened first: `steps` of P panels -> the layout of
 // WeightsFloat, or of WeightsHalf.
 template <class W>
-struct Turned {
+struct Widened {
   using Weights = W;
   static constexpr bool kNeeded = false;
 };
 template <>
-struct Turned<WeightsByte<FedFloat>> {
+struct Widened<WeightsByte<FedFloat>> {
   using Weights = WeightsFloat;
   static constexpr bool kNeeded = true;
   static MS_CELL void put(const WeightsByte<FedFloat>& w, char* to, std::int64_t panels) {
@@ -218,7 +218,7 @@ struct Turned<WeightsByte<FedFloat>> {
   }
 };
 template <>
-struct Turned<WeightsByte<FedHalf>> {
+struct Widened<WeightsByte<FedHalf>> {
   using Weights = WeightsHalf;
   static constexpr bool kNeeded = true;
   static MS_CELL void put(const WeightsByte<FedHalf>& w, char* to, std::int64_t) {
@@ -234,15 +234,15 @@ struct Turned<WeightsByte<FedHalf>> {
   }
 };
 template <class W>
-void turn(const char* weights, std::int64_t stride, std::int64_t steps, std::int64_t panels,
-          char* to) {
+void widen(const char* weights, std::int64_t stride, std::int64_t steps, std::int64_t panels,
+           char* to) {
   constexpr std::int64_t bytes =
-      W::kInputs / Turned<W>::Weights::kInputs * Turned<W>::Weights::kStepBytes;
+      W::kInputs / Widened<W>::Weights::kInputs * Widened<W>::Weights::kStepBytes;
   for (std::int64_t s = 0; s < steps; ++s) {
     for (std::int64_t p = 0; p < panels; ++p) {
       W w;
       w.load(weights + s * stride + p * W::kStepBytes);
-      Turned<W>::put(w, to + s * panels * bytes + p * 4 * kPanel, panels);
+      Widened<W>::put(w, to + s * panels * bytes + p * 4 * kPanel, panels);
     }
   }
 }
@@ -251,7 +251,7 @@ template <int R, class W, int P>
 MS_CELL void load_all(const char* p, W (&w)[P]) {
   int first = 0;
 #if defined(MS_AVX512_BF16)
-  if constexpr (R <= 4 && Turned<W>::kNeeded && W::Fed::kHalf) {  // more leave it no registers
+  if constexpr (R <= 4 && Widened<W>::kNeeded && W::Fed::kHalf) {  // more leave it no registers
 #pragma GCC unroll 2
     for (; first + 1 < P; first += 2) {
       W::load_two(p + first * W::kStepBytes, w[first], w[first + 1]);

@@ -48,7 +48,7 @@ constexpr std::int64_t kWidestItem = 2048;
 enum class Phase { serial, aggregate, carry, output };
 
 // How a scan is handed out on the CPU.
-struct Share {
+struct CpuTiling {
   std::int64_t width = 0;    // channels of an item, a multiple of kNarrowestItem
   bool past_caches = false;  // what is written has left the caches by the time anyone reads it
   // Where time is cut: the chunks of this wave, of at most wave_chunks, and the channels of a row
@@ -57,7 +57,8 @@ struct Share {
 };
 
 // Does items [begin, end) of a phase on the CPU; how items are numbered is told in scan_cpu.h.
-using ScanFn = void (*)(const ScanArgs&, const Share&, Phase, std::int64_t begin, std::int64_t end);
+using ScanFn = void (*)(const ScanArgs&, const CpuTiling&, Phase, std::int64_t begin,
+                        std::int64_t end);
 
 MS_DECLARE_PER_ISA(
     // scan_cpu.h; linear_row_kernel: where the streams' stride is 1, channels lying layout.time

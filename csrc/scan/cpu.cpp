@@ -13,8 +13,8 @@ ScanFn linear_kernel(Dtype dtype, bool backward) {
 }
 
 ScanFn linear_row_kernel(Dtype dtype, bool backward) {
-  return backward ? scan_for<LinearBackwardCell, TurnedTile>(dtype)
-                  : scan_for<LinearCell, TurnedTile>(dtype);
+  return backward ? scan_for<LinearBackwardCell, TransposedTile>(dtype)
+                  : scan_for<LinearCell, TransposedTile>(dtype);
 }
 
 ScanFn mingru_kernel(Dtype dtype, bool backward) {

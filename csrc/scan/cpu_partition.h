@@ -1,4 +1,4 @@
-// How a scan on the CPU is dealt out to threads, and what is too large for their caches.
+// How a scan on the CPU is handed out to threads, and what is too large for their caches.
 #pragma once
 
 #include <unistd.h>
@@ -30,7 +30,7 @@ inline std::int64_t last_level_cache() {
 
 // How threads share sequences and channels: `columns` parts of the channels times parts of the
 // sequences, of which part i starts at sequence edges[i]. The last ends behind the padding tail.
-struct Deal {
+struct CpuPartition {
   std::int64_t columns = 1;
   std::vector<std::int64_t> edges;
 };
@@ -63,13 +63,13 @@ inline std::int64_t cut_sequences(const Layout& lay, std::int64_t parts,
 
 // Rows that are whole, or cut as little as leaves no thread more than a twentieth above another
 // way's work: long runs of memory are read faster than short ones.
-inline Deal deal(const Layout& lay, std::int64_t threads) {
-  Deal best;
+inline CpuPartition partition_for_cpu(const Layout& lay, std::int64_t threads) {
+  CpuPartition best;
   std::int64_t least = 0;
   const std::int64_t narrowest = divided_up(lay.channels, kNarrowestItem);
   for (std::int64_t columns = 1; columns <= std::min(threads, narrowest); ++columns) {
     if (threads % columns != 0) continue;
-    Deal other{columns, {}};
+    CpuPartition other{columns, {}};
     const std::int64_t work =
         cut_sequences(lay, threads / columns, other.edges) * divided_up(narrowest, columns);
     if (columns == 1 || work < least - least / 20) {

@@ -29,37 +29,38 @@ constexpr std::int64_t kRowsTogether = 16;
 struct Work {  // a scan on the CPU
   const ScanArgs& args;
   ScanFn kernel;
-  Share share;
+  CpuTiling tiling;
 
   void phase(Phase which, std::int64_t count, std::int64_t rows) const {
-    const std::int64_t runs = divided_up(args.layout.channels, share.width);
-    const std::int64_t grain =
-        std::max<std::int64_t>(1, kGrainElements / (std::max<std::int64_t>(1, rows) * share.width));
+    const std::int64_t runs = divided_up(args.layout.channels, tiling.width);
+    const std::int64_t grain = std::max<std::int64_t>(
+        1, kGrainElements / (std::max<std::int64_t>(1, rows) * tiling.width));
     torch::stable::parallel_for(0, count * runs, grain, [&](std::int64_t begin, std::int64_t end) {
-      kernel(args, share, which, begin, end);
+      kernel(args, tiling, which, begin, end);
     });
   }
 
   void serial(std::int64_t threads) {
     const Layout& lay = args.layout;
     const std::int64_t grains = divided_up(lay.tokens * lay.channels, kGrainElements);
-    const Deal dealt = deal(lay, std::clamp<std::int64_t>(grains, 1, threads));
-    const std::int64_t parts = static_cast<std::int64_t>(dealt.edges.size()) - 1;
-    share.width = item_width(lay.channels, dealt.columns);
-    const std::int64_t runs = divided_up(lay.channels, share.width);
-    const std::int64_t of_column = divided_up(runs, dealt.columns);
+    const CpuPartition partition =
+        partition_for_cpu(lay, std::clamp<std::int64_t>(grains, 1, threads));
+    const std::int64_t parts = static_cast<std::int64_t>(partition.edges.size()) - 1;
+    tiling.width = item_width(lay.channels, partition.columns);
+    const std::int64_t runs = divided_up(lay.channels, tiling.width);
+    const std::int64_t of_column = divided_up(runs, partition.columns);
     const auto part = [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t first = i / parts * of_column;
         const std::int64_t last = std::min(runs, first + of_column);
         for (std::int64_t run = first; run < last; ++run) {
           const std::int64_t items = run * (lay.sequences + 1);
-          kernel(args, share, Phase::serial, items + dealt.edges[i % parts],
-                 items + dealt.edges[i % parts + 1]);
+          kernel(args, tiling, Phase::serial, items + partition.edges[i % parts],
+                 items + partition.edges[i % parts + 1]);
         }
       }
     };
-    torch::stable::parallel_for(0, dealt.columns * parts, 1, part);
+    torch::stable::parallel_for(0, partition.columns * parts, 1, part);
   }
 };
 
@@ -80,30 +81,30 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
   const bool in_rows =
       recurrence == Recurrence::linear && args.inputs[0].stride == 1 && lay.channels > 1;
   Work work{args, scan_kernel(recurrence, in_rows, dtype, backward), {}};
-  Share& share = work.share;
-  share.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
+  CpuTiling& tiling = work.tiling;
+  tiling.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
   if (2 * items > threads || lay.tokens < 8 * kScanChunk) {
     if (!in_rows) return work.serial(threads);
-    share.width = kRowsTogether;
+    tiling.width = kRowsTogether;
     return work.phase(Phase::serial, lay.sequences + 1, lay.time);
   }
   // Too few sequences and channels for the threads: time is cut too. Waves of chunks, so that the
   // second reading of the inputs finds them in the cache of the thread that read them first.
   const std::int64_t bound = lay.chunk_bound();
-  share.width = in_rows ? kNarrowestItem : item_width(lay.channels, 1);
-  share.row_channels = divided_up(lay.channels, kNarrowestItem) * kNarrowestItem;
-  share.wave_chunks = std::min(
+  tiling.width = in_rows ? kNarrowestItem : item_width(lay.channels, 1);
+  tiling.row_channels = divided_up(lay.channels, kNarrowestItem) * kNarrowestItem;
+  tiling.wave_chunks = std::min(
       bound, threads * std::max<std::int64_t>(1, kWaveBytes / (inputs * row_bytes * kScanChunk)));
   const Tensor workspace = torch::stable::new_empty(
-      like, {2 * share.wave_chunks + 1, share.row_channels}, accumulation_type(dtype));
+      like, {2 * tiling.wave_chunks + 1, tiling.row_channels}, accumulation_type(dtype));
   args.workspace = workspace.mutable_data_ptr();
-  for (std::int64_t first = 0; first < bound; first = share.last_chunk) {
-    share.first_chunk = first;
-    share.last_chunk = std::min(bound, first + share.wave_chunks);
-    work.phase(Phase::aggregate, share.last_chunk - first, kScanChunk);
-    work.phase(Phase::carry, 1, share.last_chunk - first);
-    work.phase(Phase::output, share.last_chunk - first, kScanChunk);
+  for (std::int64_t first = 0; first < bound; first = tiling.last_chunk) {
+    tiling.first_chunk = first;
+    tiling.last_chunk = std::min(bound, first + tiling.wave_chunks);
+    work.phase(Phase::aggregate, tiling.last_chunk - first, kScanChunk);
+    work.phase(Phase::carry, 1, tiling.last_chunk - first);
+    work.phase(Phase::output, tiling.last_chunk - first, kScanChunk);
   }
 }
 

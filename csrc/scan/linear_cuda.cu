@@ -6,8 +6,8 @@ namespace minserve {
 namespace cuda {
 
 std::int64_t scan_workspace_bytes(const Layout& layout, Dtype dtype) {
-  const std::int64_t bytes =
-      workspace_bytes(layout, dtype == Dtype::f64 ? sizeof(Word<double>) : sizeof(Word<float>));
+  const std::int64_t bytes = workspace_bytes(
+      layout, dtype == Dtype::f64 ? sizeof(LookbackWord<double>) : sizeof(LookbackWord<float>));
   if (layout.cu_seqlens) return bytes;
   const std::int64_t rows = row_scan_workspace_bytes(layout, dtype);  // time may be contiguous
   return bytes < rows ? rows : bytes;

@@ -18,26 +18,26 @@ namespace cuda {
 // Empty words are all ones: a byte pattern that cudaMemsetAsync can write and
 // that no arithmetic gives. The lower half says which kind a word is.
 template <class V>
-struct Word;
+struct LookbackWord;
 
 template <>
-struct Word<float> {
+struct LookbackWord<float> {
   static constexpr unsigned kEmpty = 0xffffffffu, kCarry = 0xfffffffeu;
   unsigned kind = kEmpty;
   float b = 0.0f;
 
-  static __device__ __forceinline__ Word aggregate(float a, float b) {
+  static __device__ __forceinline__ LookbackWord aggregate(float a, float b) {
     return {a == a ? __float_as_uint(a) : 0x7fffffffu, b};
   }
-  static __device__ __forceinline__ Word carry(float h) { return {kCarry, h}; }
-  Word() = default;
-  __device__ __forceinline__ Word(unsigned kind_given, float b_given)
+  static __device__ __forceinline__ LookbackWord carry(float h) { return {kCarry, h}; }
+  LookbackWord() = default;
+  __device__ __forceinline__ LookbackWord(unsigned kind_given, float b_given)
       : kind(kind_given), b(b_given) {}
   __device__ __forceinline__ bool empty() const { return kind == kEmpty; }
   __device__ __forceinline__ bool is_carry() const { return kind == kCarry; }
   __device__ __forceinline__ float a() const { return __uint_as_float(kind); }
 
-  static __device__ __forceinline__ Word load(const void* at) {
+  static __device__ __forceinline__ LookbackWord load(const void* at) {
     const unsigned long long bits = load_relaxed(at);
     return {static_cast<unsigned>(bits), __uint_as_float(static_cast<unsigned>(bits >> 32))};
   }
@@ -49,19 +49,19 @@ struct Word<float> {
 };
 
 template <>
-struct Word<double> {
+struct LookbackWord<double> {
   static constexpr unsigned long long kEmpty = ~0ull, kCarry = ~0ull - 1;
   unsigned long long kind = kEmpty;
   double b = 0.0;
 
-  static __device__ __forceinline__ Word aggregate(double a, double b) {
+  static __device__ __forceinline__ LookbackWord aggregate(double a, double b) {
     return {
         a == a ? static_cast<unsigned long long>(__double_as_longlong(a)) : 0x7fffffffffffffffull,
         b};
   }
-  static __device__ __forceinline__ Word carry(double h) { return {kCarry, h}; }
-  Word() = default;
-  __device__ __forceinline__ Word(unsigned long long kind_given, double b_given)
+  static __device__ __forceinline__ LookbackWord carry(double h) { return {kCarry, h}; }
+  LookbackWord() = default;
+  __device__ __forceinline__ LookbackWord(unsigned long long kind_given, double b_given)
       : kind(kind_given), b(b_given) {}
   __device__ __forceinline__ bool empty() const { return kind == kEmpty; }
   __device__ __forceinline__ bool is_carry() const { return kind == kCarry; }
@@ -69,7 +69,7 @@ struct Word<double> {
     return __longlong_as_double(static_cast<long long>(kind));
   }
 
-  static __device__ __forceinline__ Word load(const void* at) {
+  static __device__ __forceinline__ LookbackWord load(const void* at) {
     unsigned long long low, high;
     load_relaxed(at, low, high);
     return {low, __longlong_as_double(static_cast<long long>(high))};
@@ -86,8 +86,9 @@ inline std::int64_t workspace_bytes(const Layout& lay, std::int64_t word_bytes) 
 }
 
 // Empties the words and what the tickets share. It lets the scan start at once, which then waits
-// for it with words_cleared() while it already looks for its first tiles.
-static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::int64_t count) {
+// for it with lookback_cleared() while it already looks for its first tiles.
+static __global__ void __launch_bounds__(256)
+    clear_lookback_kernel(uint4* words, std::int64_t count) {
   pdl_launch_dependents();
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
@@ -95,22 +96,23 @@ static __global__ void __launch_bounds__(256) clear_kernel(uint4* words, std::in
     words[i] = {~0u, ~0u, ~0u, ~0u};
   }
 }
-__device__ __forceinline__ void words_cleared() {
+__device__ __forceinline__ void lookback_cleared() {
   wait_for_previous_kernel();
 }
 
 // Some words of one channel, of the chunks at distances base + 1 ... base + kWindow before one of
 // number `chunk`; those of the chunk before lie `step` bytes before `own`.
 template <class V, int kWindow>
-struct Window {
+struct LookbackWindow {
   static constexpr unsigned kAll = (1u << kWindow) - 1u;
-  Word<V> words[kWindow];
+  LookbackWord<V> words[kWindow];
 
   __device__ __forceinline__ void load(const char* own, std::int64_t step, int chunk, int base) {
 #pragma unroll
     for (int n = 0; n < kWindow; ++n) {
       const int distance = base + n + 1;
-      if (distance <= chunk && words[n].empty()) words[n] = Word<V>::load(own - distance * step);
+      if (distance <= chunk && words[n].empty())
+        words[n] = LookbackWord<V>::load(own - distance * step);
     }
   }
   // Whether a carry is among them. Waits until nothing is missing up to the nearest one, or, if
@@ -140,7 +142,7 @@ struct Window {
   }
   __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (int n = 0; n < kWindow; ++n) words[n] = Word<V>();
+    for (int n = 0; n < kWindow; ++n) words[n] = LookbackWord<V>();
   }
 };
 
@@ -148,7 +150,7 @@ struct Window {
 // it is moved back as far as there is no carry, and forth again. Chunk 0 publishes a carry without
 // looking back, so the search ends; whoever holds an earlier chunk never waits for a later one.
 template <class V, int kWindow>
-__device__ __forceinline__ V look_back(Window<V, kWindow>& window, const char* own,
+__device__ __forceinline__ V look_back(LookbackWindow<V, kWindow>& window, const char* own,
                                        std::int64_t step, int chunk) {
   V h = V(0);
   bool have = false;

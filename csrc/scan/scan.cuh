@@ -166,12 +166,13 @@ struct TileScan {
   };
 
   // Aggregates of the groups, and of the tile for the first group's threads.
-  static __device__ __forceinline__ Affine<V> fold_groups(Shared& shared, int turn, Segments& own) {
+  static __device__ __forceinline__ Affine<V> fold_groups(Shared& shared, int iteration,
+                                                          Segments& own) {
     const int channel = channel_of_thread(), group = group_of_thread();
     barrier_sync<kBlock>(kComputing);
     own.read(shared);
-    auto& group_a = shared.group_a[turn % kParity];
-    auto& group_b = shared.group_b[turn % kParity];
+    auto& group_a = shared.group_a[iteration % kParity];
+    auto& group_b = shared.group_b[iteration % kParity];
     V a = own.a[0], b = own.b[0];
 #pragma unroll
     for (int i = 1; i < G::kGroupSegments; ++i) {
@@ -193,15 +194,16 @@ struct TileScan {
   }
 
   // From the tile's carry and the groups' aggregates to the carry into the thread's run.
-  static __device__ __forceinline__ void spread_carry(const Lane& lane, Shared& shared, int turn,
-                                                      const Segments& own, V (&h)[kVec]) {
+  static __device__ __forceinline__ void spread_carry(const Lane& lane, Shared& shared,
+                                                      int iteration, const Segments& own,
+                                                      V (&h)[kVec]) {
     const int channel = channel_of_thread(), group = group_of_thread();
-    V carry = shared.carry[turn % 2][channel];
+    V carry = shared.carry[iteration % 2][channel];
 #pragma unroll
     for (int g = 0; g < G::kGroups - 1; ++g) {
       if (g < group) {
-        carry = fmadd(shared.group_a[turn % kParity][g][channel], carry,
-                      shared.group_b[turn % kParity][g][channel]);
+        carry = fmadd(shared.group_a[iteration % kParity][g][channel], carry,
+                      shared.group_b[iteration % kParity][g][channel]);
       }
     }
 #pragma unroll
@@ -213,13 +215,13 @@ struct TileScan {
     load_values(&shared.entries()[lane.segment][lane.channel], h);
   }
 
-  static __device__ __forceinline__ char* word_of(const ScanArgs& args, const Tile& tile,
-                                                  int channel) {
+  static __device__ __forceinline__ char* lookback_word(const ScanArgs& args, const Tile& tile,
+                                                        int channel) {
     return static_cast<char*>(args.workspace) +
-           (tile.word + channel) * static_cast<std::int64_t>(sizeof(Word<V>));
+           (tile.word + channel) * static_cast<std::int64_t>(sizeof(LookbackWord<V>));
   }
-  static __device__ __forceinline__ std::int64_t word_step(const ScanArgs& args) {
-    return args.layout.channels * static_cast<std::int64_t>(sizeof(Word<V>));
+  static __device__ __forceinline__ std::int64_t lookback_step(const ScanArgs& args) {
+    return args.layout.channels * static_cast<std::int64_t>(sizeof(LookbackWord<V>));
   }
   static __device__ __forceinline__ V initial_of(const ScanArgs& args, const Tile& tile,
                                                  int channel) {
@@ -232,14 +234,14 @@ struct TileScan {
   static __device__ __forceinline__ void publish_aggregate(const ScanArgs& args, const Tile& tile,
                                                            int channel, const Affine<V>& total) {
     if (tile.chunk > 0 && !tile.last && tile.channel + channel < args.layout.channels) {
-      Word<V>::aggregate(total.a, total.b).store(word_of(args, tile, channel));
+      LookbackWord<V>::aggregate(total.a, total.b).store(lookback_word(args, tile, channel));
     }
   }
   // The carry that leaves a tile.
   static __device__ __forceinline__ void publish_carry(const ScanArgs& args, const Tile& tile,
                                                        int channel, V next) {
     if (!tile.last) {
-      Word<V>::carry(next).store(word_of(args, tile, channel));
+      LookbackWord<V>::carry(next).store(lookback_word(args, tile, channel));
     } else if (args.last) {
       static_cast<V*>(args.last)[tile.slot * args.last_stride + tile.channel + channel] = next;
     }

@@ -47,25 +47,25 @@ void launch_tiles(const ScanArgs& args, cudaStream_t stream) {
   const int shared = Scan::Memory::shared_bytes(stages);
   const Layout& lay = args.layout;
   const std::int64_t tiles = tiles_of<Scan>(lay);
-  const std::int64_t bytes = workspace_bytes(lay, sizeof(Word<typename Scan::V>));
+  const std::int64_t bytes = workspace_bytes(lay, sizeof(LookbackWord<typename Scan::V>));
   const std::int64_t blocks =
       resident_blocks(reinterpret_cast<const void*>(kernel), Scan::kThreads, shared);
   if (args.short_length < 0) {
-    clear_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1
-                                                                    : blocks),
-                   256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
+    clear_lookback_kernel<<<static_cast<unsigned>(bytes / 16 / 1024 < blocks ? bytes / 16 / 1024 + 1
+                                                                             : blocks),
+                            256, 0, stream>>>(static_cast<uint4*>(args.workspace), bytes / 16);
     check(cudaGetLastError(), "clearing the scan's words");
   }
   const Grid grid = {dim3(static_cast<unsigned>(tiles < blocks ? tiles : blocks)), Scan::kThreads,
                      shared};
-  launch_early<kernel>(grid, stream, "scan", args, tickets_of(args, sizeof(Word<typename Scan::V>)),
-                       stages);
+  launch_early<kernel>(grid, stream, "scan", args,
+                       tickets_of(args, sizeof(LookbackWord<typename Scan::V>)), stages);
 }
 
 // Sequences of up to how many positions go without tiles. One thread's positions follow each other,
 // so of few sequences a tile is done sooner with more of them; many have order and words that take
 // tiles longer, and keep the GPU busy without. Few that are long on average have words to be
-// emptied for which clear_kernel has more threads.
+// emptied for which clear_lookback_kernel has more threads.
 inline std::int64_t short_length(const ScanArgs& args) {
   constexpr int kMany = 32, kFewPositions = 32, kLong = 4096;
   const Layout& lay = args.layout;
@@ -80,7 +80,7 @@ void launch_short(const ScanArgs& args, O options, cudaStream_t stream) {
   const Grid grid = {dim3(Scan::blocks(args.layout)), Scan::threads(args.layout)};
   launch_early<&short_kernel<CellOf, O, T>>(
       grid, stream, "scan", args, options,
-      tickets_of(args, sizeof(Word<typename ComputeType<T>::type>)));
+      tickets_of(args, sizeof(LookbackWord<typename ComputeType<T>::type>)));
 }
 
 template <template <class> class CellOf, class T>

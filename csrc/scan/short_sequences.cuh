@@ -47,7 +47,7 @@ struct ShortScan {
     if (blockIdx.x == 0 && threadIdx.x == 0) *tickets = {~0u, ~0u};
     if (channel >= lay.channels) return;
     const std::int64_t begin = lay.begin(s), slot = lay.slot(s);
-    if (!args.is_short(s)) return empty_words(args, s, channel);
+    if (!args.is_short(s)) return empty_lookback(args, s, channel);
     const int length = static_cast<int>(lay.end(s) - begin);
     T* const out = static_cast<T*>(args.outputs[0].data) + begin * args.outputs[0].stride + channel;
     if (slot < 0) return zero(out, args.outputs[0].stride, length);
@@ -79,20 +79,21 @@ struct ShortScan {
     return (all + threads - 1) / threads;
   }
 
-  static __device__ __forceinline__ void empty_words(const ScanArgs& args, std::int64_t s,
-                                                     std::int64_t channel) {
+  static __device__ __forceinline__ void empty_lookback(const ScanArgs& args, std::int64_t s,
+                                                        std::int64_t channel) {
     const Layout& lay = args.layout;
     const std::int64_t first = lay.first_chunk(s);
     const std::int64_t chunks = (lay.end(s) - lay.begin(s) + kScanChunk - 1) / kScanChunk;
-    struct alignas(kEach * sizeof(Word<V>)) Words {
+    struct alignas(kEach * sizeof(LookbackWord<V>)) LookbackWords {
       unsigned long long each[kEach];
     };
-    static_assert(sizeof(Words) == kEach * sizeof(Word<V>), "words of eight bytes");
-    Words empty;
+    static_assert(sizeof(LookbackWords) == kEach * sizeof(LookbackWord<V>), "words of eight bytes");
+    LookbackWords empty;
     for (unsigned long long& one : empty.each) one = ~0ull;
-    Word<V>* words = static_cast<Word<V>*>(args.workspace) + first * lay.channels + channel;
+    LookbackWord<V>* words =
+        static_cast<LookbackWord<V>*>(args.workspace) + first * lay.channels + channel;
     for (std::int64_t chunk = 0; chunk < chunks; ++chunk, words += lay.channels) {
-      *reinterpret_cast<Words*>(words) = empty;
+      *reinterpret_cast<LookbackWords*>(words) = empty;
     }
   }
 

@@ -32,7 +32,7 @@ struct Tile {
   // lie multiples of 4 KiB apart: it would wait for all the arithmetic of the rows before.
   static constexpr bool kLoadsFirst = N < 2;
 
-  struct Place {  // of a sequence and a run of channels
+  struct Location {  // of a sequence and a run of channels
     std::int64_t sequence, slot, begin, end, channel;
     int width;
     bool past;
@@ -63,7 +63,7 @@ struct Tile {
   static MS_CELL int lanes_in(Part part) { return part.count; }
 
   // From position `from` of a sequence on.
-  static MS_CELL Walk walk_from(const ScanArgs& args, const Place& at, std::int64_t from,
+  static MS_CELL Walk walk_from(const ScanArgs& args, const Location& at, std::int64_t from,
                                 int offset) {
     const bool reverse = args.layout.reverse;
     const std::int64_t row = reverse ? at.end - 1 - from : at.begin + from;
@@ -86,7 +86,7 @@ struct Tile {
   // One line of channels for positions [from, to): the outputs if wanted and the aggregate since
   // the chunk's start, at which the tile is `fresh`.
   template <bool kOutput, class L>
-  static void line(const ScanArgs& args, const Place& at, Walk walk, std::int64_t from,
+  static void line(const ScanArgs& args, const Location& at, Walk walk, std::int64_t from,
                    std::int64_t to, bool fresh, int offset, Lanes& lanes, L part) {
     V h[N], a[N], b[N];
     for (int v = 0; v < N; ++v) {
@@ -122,7 +122,7 @@ struct Tile {
 
   // Positions [from, to) of one chunk.
   template <bool kOutput>
-  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+  static void chunk(const ScanArgs& args, const Location& at, std::int64_t from, std::int64_t to,
                     Lanes& lanes) {
     for (std::int64_t p = from; p < to; p += kRows) {
       const std::int64_t q = p + kRows < to ? p + kRows : to;
@@ -156,7 +156,7 @@ struct Tile {
 
   // The inputs of R rows from position p on.
   template <int R, class L>
-  static MS_CELL void fetch(const ScanArgs& args, const Place& at, std::int64_t p, Walk& walk,
+  static MS_CELL void fetch(const ScanArgs& args, const Location& at, std::int64_t p, Walk& walk,
                             V (&in)[R][Cell::kInputs][N], L part) {
     const std::int64_t last = at.end - at.begin - 1;
     const std::int64_t ahead = p + R - 1 + kRows <= last ? kRows : 0;
@@ -185,7 +185,7 @@ struct Tile {
   // so that the compiler can lay their chains of instructions side by side; then the recurrence;
   // then the inputs of R rows more, if any, take the place of these.
   template <bool kOutput, int R, class L>
-  static MS_CELL void rows(const ScanArgs& args, const Place& at, std::int64_t p, bool more,
+  static MS_CELL void rows(const ScanArgs& args, const Location& at, std::int64_t p, bool more,
                            Walk& walk, V (&in)[R][Cell::kInputs][N], V (&h)[N], V (&a)[N],
                            V (&b)[N], L part) {
     Affine<V> step[R][N];
@@ -236,7 +236,7 @@ struct Tile {
   // The state before an element in forward order, which a backward scan runs against: the next
   // row that the scan comes to, or where that was the last one, h0.
   template <class L>
-  static MS_CELL void previous(const ScanArgs& args, const Place& at, bool last, const T* next,
+  static MS_CELL void previous(const ScanArgs& args, const Location& at, bool last, const T* next,
                                std::int64_t channel, V (&x)[N], L part) {
     if (!last) return Block::load(next, x, part);
     const S* h0 = static_cast<const S*>(args.h0);

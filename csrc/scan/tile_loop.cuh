@@ -38,10 +38,10 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
 
   // Chunks whose words are looked at together. next_tile: as many as stay in registers. same_tile:
   // by each group of threads; more in all would crowd out what the registers hold.
-  static constexpr int kWords = kNextTile        ? (sizeof(V) == 8 ? 4 : 16)
-                                : G::kGroups < 8 ? 12 / G::kGroups
-                                                 : 1;
-  using Words = Window<V, kWords>;
+  static constexpr int kLookbackWords = kNextTile        ? (sizeof(V) == 8 ? 4 : 16)
+                                        : G::kGroups < 8 ? 12 / G::kGroups
+                                                         : 1;
+  using LookbackWords = LookbackWindow<V, kLookbackWords>;
   // When the words of the chunks before are loaded early, in halves of a round (see within()): a
   // wide block's rounds are longer, and its registers fewer.
   static constexpr int kEarly = kBlock == 256 ? 1 : 4;
@@ -65,8 +65,8 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
                                                     Tickets::Shared* shared_tickets,
                                                     Shared& shared) {
     const Order order(args, reinterpret_cast<int2*>(shared.a));
-    words_cleared();
-    Tickets tickets(shared_tickets, order.places() > 0, !kNextTile && long_and_few(args.layout));
+    lookback_cleared();
+    Tickets tickets(shared_tickets, order.count() > 0, !kNextTile && long_and_few(args.layout));
     Scan::find_tile_into(shared.tiles[0], args, order, tickets.first(), tickets);
     barrier_sync<kThreads>(kTaken);
     for (int n = 0;; ++n) {
@@ -132,35 +132,36 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
 
   // By the warp that takes the tiles, a lane for each channel; meets the others at kFolded.
   static __device__ __forceinline__ void find_carry(const ScanArgs& args, const Tile& tile,
-                                                    Shared& shared, int turn) {
+                                                    Shared& shared, int iteration) {
     static_assert(G::kChannels <= 32, "a lane finds the carry of one channel");
     const int channel = static_cast<int>(threadIdx.x) - kBlock;
-    const std::int64_t step = Scan::word_step(args);
+    const std::int64_t step = Scan::lookback_step(args);
     const bool real =
         channel < G::kChannels && tile.slot >= 0 && tile.channel + channel < args.layout.channels;
-    char* const own = Scan::word_of(args, tile, channel);
+    char* const own = Scan::lookback_word(args, tile, channel);
     bool found = !real;
     V carry = V(0);
     if (real && tile.chunk == 0) {
       carry = Scan::initial_of(args, tile, channel);
       found = true;
     } else if (real && tile.distance >= 2 * static_cast<int>(gridDim.x)) {
-      const Word<V> word = Word<V>::load(own - step);  // long ago, so it may well be a carry
+      const LookbackWord<V> word =
+          LookbackWord<V>::load(own - step);  // long ago, so it may well be a carry
       carry = word.b;
       found = word.is_carry();
     }
     barrier_sync<kThreads>(kFolded);
-    const V a = real ? shared.total_a[turn % 2][channel] : V(1);
-    const V b = real ? shared.total_b[turn % 2][channel] : V(0);
+    const V a = real ? shared.total_a[iteration % 2][channel] : V(1);
+    const V b = real ? shared.total_b[iteration % 2][channel] : V(0);
     // Looking any earlier would only keep the words' cache lines busy.
     if (!found) {
-      Words words;
+      LookbackWords words;
       words.load(own, step, tile.chunk, 0);
       carry = look_back(words, own, step, tile.chunk);
     }
     if (real) {
       Scan::publish_carry(args, tile, channel, fmadd(a, carry, b));
-      shared.carry[turn % 2][channel] = carry;
+      shared.carry[iteration % 2][channel] = carry;
     }
   }
 
@@ -185,7 +186,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
       typename Scan::Held held;
       Segments own;
       Affine<V> total;
-      Words words;
+      LookbackWords words;
       if (scans) {
         Scan::fold_tile(args, tile, lane, shared, stage, held);
         total = Scan::fold_groups(shared, n, own);
@@ -193,8 +194,8 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
         // A chunk's carry that was taken longer ago is sure to be known later on. Now, because
         // behind the copies of the next tile these loads would wait.
         if (real && within(kEarly, tile)) {
-          words.load(Scan::word_of(args, tile, channel), Scan::word_step(args), tile.chunk,
-                     group * kWords);
+          words.load(Scan::lookback_word(args, tile, channel), Scan::lookback_step(args),
+                     tile.chunk, group * kLookbackWords);
         }
       } else {
         Memory::zero(args, tile, lane);
@@ -224,13 +225,14 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
   // From the words to shared.carry: the group that looks at the oldest chunks hands its fold on to
   // the next.
   static __device__ __forceinline__ void wait_for_carry(const ScanArgs& args, const Tile& tile,
-                                                        Shared& shared, int turn, Words& words,
-                                                        bool real) {
+                                                        Shared& shared, int iteration,
+                                                        LookbackWords& words, bool real) {
     const int channel = Scan::channel_of_thread(), group = Scan::group_of_thread();
-    const std::int64_t step = Scan::word_step(args);
-    const char* const own = Scan::word_of(args, tile, channel);
-    V& carry = shared.carry[turn % 2][channel];
-    const int oldest = min(G::kGroups - 1, (tile.chunk - 1) / kWords), base = group * kWords;
+    const std::int64_t step = Scan::lookback_step(args);
+    const char* const own = Scan::lookback_word(args, tile, channel);
+    V& carry = shared.carry[iteration % 2][channel];
+    const int oldest = min(G::kGroups - 1, (tile.chunk - 1) / kLookbackWords),
+              base = group * kLookbackWords;
     if (group <= oldest && real) {
       if (!within(kEarly, tile)) words.load(own, step, tile.chunk, base);
       if (group == oldest) {
@@ -258,7 +260,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
   // taken half a round of all blocks ago or more, arrives in the time of some looks, which is about
   // that of folding the tile.
   static __device__ __forceinline__ void look_early(const ScanArgs& args, const Tile& tile,
-                                                    Shared& shared, int turn) {
+                                                    Shared& shared, int iteration) {
     constexpr int kEach = (G::kChannels + 31) / 32;  // neighbouring channels of a lane
     constexpr int kTries = 3;
     const int channel = static_cast<int>(threadIdx.x) % 32 * kEach;
@@ -266,7 +268,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
     const int real = channel >= G::kChannels || left < 0 ? 0
                      : left < kEach                      ? static_cast<int>(left)
                                                          : kEach;
-    const char* const before = Scan::word_of(args, tile, channel) - Scan::word_step(args);
+    const char* const before = Scan::lookback_word(args, tile, channel) - Scan::lookback_step(args);
     V carry[kEach] = {};
     bool known = real == 0;
     if (tile.chunk == 0) {
@@ -281,7 +283,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
           if (i >= real) break;
-          const Word<V> word = Word<V>::load(before + i * sizeof(Word<V>));
+          const LookbackWord<V> word = LookbackWord<V>::load(before + i * sizeof(LookbackWord<V>));
           known = known && word.is_carry();
           carry[i] = word.b;
         }
@@ -290,9 +292,9 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
     known = __all_sync(0xffffffffu, known);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (i < real) shared.carry[turn % 2][channel + i] = carry[i];
+      if (i < real) shared.carry[iteration % 2][channel + i] = carry[i];
     }
-    if (channel == 0) shared.known[turn % 2] = known;
+    if (channel == 0) shared.known[iteration % 2] = known;
   }
 };
 

@@ -2,7 +2,7 @@
 //
 // A tile is one chunk of time by kChannels channels. Whoever holds a tile knows that every earlier
 // one is finished or belongs to a block that runs (see Tickets): waiting for an earlier tile always
-// ends. Order: the sequences are dealt to up to 32 streams that advance side by side, a chunk of
+// ends. Order: the sequences are handed to up to 32 streams that advance side by side, a chunk of
 // each at a time with all its channels; the more streams, the longer ago was the chunk before,
 // whose carry a tile needs.
 #pragma once
@@ -65,7 +65,7 @@ __device__ __forceinline__ int find_sequence(const Layout& lay, int chunk, int l
 }
 
 // A chunk in the order, and its sequence.
-struct Place {
+struct OrderedChunk {
   int number;  // of the chunk
   int sequence;
   int abreast;              // how many streams advance side by side there
@@ -131,30 +131,31 @@ class Order {
   }
 
   // How many there are.
-  __device__ __forceinline__ int places() const { return __shfl_sync(kAll, through_, 31); }
+  __device__ __forceinline__ int count() const { return __shfl_sync(kAll, through_, 31); }
 
-  __device__ __forceinline__ Place locate(const Layout& lay, int n) const {
+  __device__ __forceinline__ OrderedChunk locate(const Layout& lay, int n) const {
     const int phase = __popc(__ballot_sync(kAll, lane_ < streams_ && through_ <= n));
     const int in_phase = n - __shfl_sync(kAll, before_, phase);
-    Place place;
-    place.abreast = streams_ - phase;
-    const int step = in_phase / place.abreast;
-    const int owner = __shfl_sync(kAll, owner_, (phase + in_phase - step * place.abreast) % 32);
-    place.number =
+    OrderedChunk ordered;
+    ordered.abreast = streams_ - phase;
+    const int step = in_phase / ordered.abreast;
+    const int owner = __shfl_sync(kAll, owner_, (phase + in_phase - step * ordered.abreast) % 32);
+    ordered.number =
         __shfl_sync(kAll, first_, owner) + __shfl_sync(kAll, level_before_, phase) + step;
-    place.sequence = __shfl_sync(kAll, sequence_, owner);
+    ordered.sequence = __shfl_sync(kAll, sequence_, owner);
     if (direct_) {
-      place.begin = __shfl_sync(kAll, begin_, owner);
-      place.end = __shfl_sync(kAll, end_, owner);
-      place.slot = __shfl_sync(kAll, slot_, owner);
-      return place;
+      ordered.begin = __shfl_sync(kAll, begin_, owner);
+      ordered.end = __shfl_sync(kAll, end_, owner);
+      ordered.slot = __shfl_sync(kAll, slot_, owner);
+      return ordered;
     }
     const int next = __shfl_sync(kAll, sequence_, (owner + 1) % 32);
     const int last = owner == 31 ? static_cast<int>(lay.sequences) : next;
-    place.sequence = find_sequence(lay, place.number, place.sequence, last - place.sequence + 1);
-    place.begin = lay.begin(place.sequence), place.end = lay.end(place.sequence);
-    place.slot = static_cast<int>(lay.slot(place.sequence));
-    return place;
+    ordered.sequence =
+        find_sequence(lay, ordered.number, ordered.sequence, last - ordered.sequence + 1);
+    ordered.begin = lay.begin(ordered.sequence), ordered.end = lay.end(ordered.sequence);
+    ordered.slot = static_cast<int>(lay.slot(ordered.sequence));
+    return ordered;
   }
 
  private:
@@ -204,24 +205,26 @@ class Tickets {
   };
 
   // any: whether there are tiles; where none are, a ticket for one beyond them needs no drawing.
-  __device__ __forceinline__ Tickets(Shared* shared, bool any, bool rather_in_turn)
-      : shared_(shared), way_(rather_in_turn ? kOpen : kByTickets), own_(any ? draw() : gridDim.x) {
+  __device__ __forceinline__ Tickets(Shared* shared, bool any, bool prefer_round_robin)
+      : shared_(shared),
+        policy_(prefer_round_robin ? kOpen : kByTickets),
+        own_(any ? next_ticket() : gridDim.x) {
     // While the way is open nobody draws a second one.
-    if (own_ == gridDim.x - 1 && first_lane()) atomicCAS(&shared_->agreement, kOpen, kInTurn);
+    if (own_ == gridDim.x - 1 && first_lane()) atomicCAS(&shared_->agreement, kOpen, kRoundRobin);
   }
   __device__ __forceinline__ unsigned first() const { return own_; }
 
   __device__ __forceinline__ unsigned next() {
-    if (way_ == kOpen) way_ = agree();
-    return way_ == kInTurn ? own_ += gridDim.x : draw();
+    if (policy_ == kOpen) policy_ = agree();
+    return policy_ == kRoundRobin ? own_ += gridDim.x : next_ticket();
   }
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
-  static constexpr unsigned kOpen = 0xffffffffu, kInTurn = 0, kByTickets = 1;
+  static constexpr unsigned kOpen = 0xffffffffu, kRoundRobin = 0, kByTickets = 1;
 
   static __device__ __forceinline__ bool first_lane() { return threadIdx.x % 32 == 0; }
-  __device__ __forceinline__ unsigned draw() const {
+  __device__ __forceinline__ unsigned next_ticket() const {
     return __shfl_sync(kAll, first_lane() ? atomicAdd(&shared_->counter, 1u) + 1u : 0, 0);
   }
   // Waits a little for the blocks that have not started yet.
@@ -238,7 +241,7 @@ class Tickets {
   }
 
   Shared* shared_;
-  unsigned way_, own_;
+  unsigned policy_, own_;
 };
 
 // The tile of a ticket, or of the next one that has work; called by one whole warp.
@@ -246,7 +249,7 @@ __device__ __forceinline__ Tile find_tile(const ScanArgs& args, const Order& ord
                                           Tickets& tickets, int channels) {
   const Layout& lay = args.layout;
   const unsigned blocks = static_cast<unsigned>((lay.channels + channels - 1) / channels);
-  const unsigned total = static_cast<unsigned>(order.places()) * blocks;
+  const unsigned total = static_cast<unsigned>(order.count()) * blocks;
   Tile tile;
   for (;; ticket = tickets.next()) {
     if (ticket >= total) {
@@ -254,14 +257,14 @@ __device__ __forceinline__ Tile find_tile(const ScanArgs& args, const Order& ord
       return tile;
     }
     const int n = static_cast<int>(ticket / blocks);
-    const Place place = order.locate(lay, n);
-    tile.distance = place.abreast * static_cast<int>(blocks);
+    const OrderedChunk ordered = order.locate(lay, n);
+    tile.distance = ordered.abreast * static_cast<int>(blocks);
     tile.channel = static_cast<int>(ticket - n * blocks) * channels;
-    const int number = place.number, s = place.sequence;
-    const std::int64_t begin = place.begin, end = place.end;
+    const int number = ordered.number, s = ordered.sequence;
+    const std::int64_t begin = ordered.begin, end = ordered.end;
     tile.chunk = number - static_cast<int>(begin / kScanChunk) - s;
     const std::int64_t done = tile.chunk * kScanChunk, left = end - begin - done;
-    tile.slot = place.slot;
+    tile.slot = ordered.slot;
     const bool empty = left == 0 && tile.chunk == 0 && tile.slot >= 0;
     if (left <= 0 && !empty) continue;  // a number that no chunk has
     if (tile.chunk < 0) continue;       // cu_seqlens that do not begin at 0

@@ -35,7 +35,7 @@ void launch_rows(const ScanArgs& args, RowTiles tiles, cudaStream_t stream) {
   const int shared = static_cast<int>(sizeof(typename Scan::Shared));
   if (tiles.per_row > 1) {
     const std::int64_t bytes =
-        tiles.words() * static_cast<std::int64_t>(sizeof(Word<typename Scan::V>));
+        tiles.words() * static_cast<std::int64_t>(sizeof(LookbackWord<typename Scan::V>));
     check(cudaMemsetAsync(args.workspace, 0xff, static_cast<std::size_t>(bytes + kTicketBytes),
                           stream),
           "clearing the scan's words");
@@ -80,7 +80,8 @@ void launch_either(const ScanArgs& args, bool backward, cudaStream_t stream) {
 
 std::int64_t row_scan_workspace_bytes(const Layout& layout, Dtype dtype) {
   const std::int64_t size = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
-  const std::int64_t word = dtype == Dtype::f64 ? sizeof(Word<double>) : sizeof(Word<float>);
+  const std::int64_t word =
+      dtype == Dtype::f64 ? sizeof(LookbackWord<double>) : sizeof(LookbackWord<float>);
   return row_tiles(layout, size).words() * word + kTicketBytes;
 }
 

@@ -75,10 +75,10 @@ struct RowScan {
   };
 
   // Where a tile lies.
-  struct Place {
+  struct RowSpan {
     std::int64_t offset;  // of the vector at position 0, in elements
     int count;            // positions to the row's end, at most 2^30
-    __device__ __forceinline__ Place(const ScanArgs& args, const RowTile& tile) {
+    __device__ __forceinline__ RowSpan(const ScanArgs& args, const RowTile& tile) {
       const std::int64_t time = args.layout.time, start = std::int64_t{tile.index} * kTile;
       offset = tile.row * time + (args.layout.reverse ? time - kVec - start : start);
       count = static_cast<int>(min(time - start, std::int64_t{1} << 30));
@@ -108,11 +108,11 @@ struct RowScan {
 
   static __device__ __forceinline__ void fetch(const ScanArgs& args, const RowTile& tile,
                                                Shared& shared, int parity) {
-    const Place place(args, tile);
-    if (!args.aligned) return fetch_elements(args, place, shared, parity);
+    const RowSpan span(args, tile);
+    if (!args.aligned) return fetch_elements(args, span, shared, parity);
     const auto vector = [&](int n, uint4* to, int position) {
-      if (position < place.count) {
-        start_copy_of_16(to, input(args, n) + place.at(args, position));
+      if (position < span.count) {
+        start_copy_of_16(to, input(args, n) + span.at(args, position));
       } else {
         V fill[kVec];
 #pragma unroll
@@ -131,14 +131,14 @@ struct RowScan {
   }
 
   // The same for tensors that are not aligned to 16 bytes, or whose rows are not.
-  static __device__ __forceinline__ void fetch_elements(const ScanArgs& args, const Place& place,
+  static __device__ __forceinline__ void fetch_elements(const ScanArgs& args, const RowSpan& span,
                                                         Shared& shared, int parity) {
     const auto vector = [&](int n, uint4* to, int position) {
-      const T* from = input(args, n) + place.at(args, position);
+      const T* from = input(args, n) + span.at(args, position);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
         T* const each = reinterpret_cast<T*>(to) + i;
-        if (position + (args.layout.reverse ? kVec - 1 - i : i) < place.count) {
+        if (position + (args.layout.reverse ? kVec - 1 - i : i) < span.count) {
           copy_element(each, from + i);
         } else {
           from_lane(each, past_end(n));
@@ -199,16 +199,16 @@ struct RowScan {
 
   // The first warp's: the carry into the tile, and what later tiles of the row want to know.
   static __device__ __forceinline__ void pass_on(const ScanArgs& args, const RowTiles& tiles,
-                                                 const RowTile& tile, const Word<V>& seen,
+                                                 const RowTile& tile, const LookbackWord<V>& seen,
                                                  Shared& shared, int parity) {
     // One lane has looked: others could have seen another kind of word, and gone another way.
-    Word<V> nearest;
+    LookbackWord<V> nearest;
     nearest.kind = __shfl_sync(0xffffffffu, seen.kind, 0);
     nearest.b = __shfl_sync(0xffffffffu, seen.b, 0);
     const bool writes = threadIdx.x == 0, last = tile.index + 1 == tiles.per_row;
     char* const own = static_cast<char*>(args.workspace) +
                       (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index) *
-                          static_cast<std::int64_t>(sizeof(Word<V>));
+                          static_cast<std::int64_t>(sizeof(LookbackWord<V>));
     V a = shared.a[parity][0], b = shared.b[parity][0];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) {
@@ -220,14 +220,14 @@ struct RowScan {
       const V* initial = static_cast<const V*>(args.initial);
       h = initial ? initial[tile.row] : V(0);
     } else if (!nearest.is_carry()) {
-      if (writes && !last) Word<V>::aggregate(a, b).store(own);
+      if (writes && !last) LookbackWord<V>::aggregate(a, b).store(own);
       h = look_back_in_row<V>(own, tile.index);
     }
     if (!writes) return;
     shared.carry = h;
     const V next = fmadd(a, h, b);
     if (!last) {
-      Word<V>::carry(next).store(own);
+      LookbackWord<V>::carry(next).store(own);
     } else if (args.last) {
       static_cast<V*>(args.last)[tile.row] = next;
     }
@@ -260,8 +260,8 @@ struct RowScan {
   static __device__ __forceinline__ void write(const ScanArgs& args, const RowTile& tile,
                                                const uint4 (&held)[2], const Shared& shared,
                                                int parity, int k, V h) {
-    const Place place(args, tile);
-    const int position = position_of(k), left = place.count - position;
+    const RowSpan span(args, tile);
+    const int position = position_of(k), left = span.count - position;
     V in[Cell::kInputs][kVec], out[Cell::kOutputs][kVec];
     unpack_inputs(held, in);
     if constexpr (kShifted) shifted_state(args, tile, shared, parity, k, left, in[2]);
@@ -279,7 +279,7 @@ struct RowScan {
     if (left <= 0) return;
 #pragma unroll
     for (int n = 0; n < Cell::kOutputs; ++n) {
-      T* const to = static_cast<T*>(args.outputs[n].data) + place.at(args, position);
+      T* const to = static_cast<T*>(args.outputs[n].data) + span.at(args, position);
       if (args.aligned) {
         *reinterpret_cast<uint4*>(to) = ordered(args, pack(out[n], T{}));
       } else {
@@ -299,22 +299,22 @@ struct RowScan {
     RowTile tile = shared.first;
     if (tile.row == RowTile::kNone) return;
     fetch(args, tile, shared, 0);
-    for (unsigned turn = 0;; ++turn) {
-      const int parity = static_cast<int>(turn % 2);
+    for (unsigned iteration = 0;; ++iteration) {
+      const int parity = static_cast<int>(iteration % 2);
       // Asked for now, looked at when the inputs have been folded. The second tile is taken only
       // when the first has arrived, or blocks that start later would find their predecessors queued
       // behind other work.
       unsigned ticket = 0;
-      Word<V> nearest;
-      if (turn > 0 && threadIdx.x == 0) ticket = take_ticket(tiles, turn + 1);
+      LookbackWord<V> nearest;
+      if (iteration > 0 && threadIdx.x == 0) ticket = take_ticket(tiles, iteration + 1);
       if (threadIdx.x == 0 && tile.index > 0) {
-        nearest = Word<V>::load(
+        nearest = LookbackWord<V>::load(
             static_cast<const char*>(args.workspace) +
             (static_cast<std::int64_t>(tile.row) * (tiles.per_row - 1) + tile.index - 1) *
-                static_cast<std::int64_t>(sizeof(Word<V>)));
+                static_cast<std::int64_t>(sizeof(LookbackWord<V>)));
       }
       wait_for_copies();
-      if (turn == 0 && threadIdx.x == 0) ticket = take_ticket(tiles, 1);
+      if (iteration == 0 && threadIdx.x == 0) ticket = take_ticket(tiles, 1);
       uint4 held[kPacks][2];
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {

@@ -24,9 +24,9 @@ struct RowTile {
   unsigned row, index;  // row kNone: no more tiles
 };
 
-__device__ __forceinline__ unsigned take_ticket(const RowTiles& tiles, unsigned turn) {
+__device__ __forceinline__ unsigned take_ticket(const RowTiles& tiles, unsigned iteration) {
   // The counter starts at all ones, as cudaMemsetAsync left it.
-  return tiles.counter ? atomicAdd(tiles.counter, 1u) + 1u : blockIdx.x + turn * gridDim.x;
+  return tiles.counter ? atomicAdd(tiles.counter, 1u) + 1u : blockIdx.x + iteration * gridDim.x;
 }
 
 __device__ __forceinline__ RowTile tile_of(const RowTiles& tiles, unsigned ticket) {
@@ -39,7 +39,8 @@ __device__ __forceinline__ RowTile tile_of(const RowTiles& tiles, unsigned ticke
 }
 
 // The carry into tile `index` > 0 of a row, found by a whole warp, where the word before, `own` -
-// sizeof(Word), held none yet. Tile 0 publishes a carry without looking back, so the search ends.
+// sizeof(LookbackWord), held none yet. Tile 0 publishes a carry without looking back, so the search
+// ends.
 template <class V>
 __device__ __forceinline__ V look_back_in_row(const char* own, unsigned index) {
   constexpr int kEach = 2, kWindow = 32 * kEach;
@@ -49,15 +50,17 @@ __device__ __forceinline__ V look_back_in_row(const char* own, unsigned index) {
   unsigned base = 0;  // the window holds the words at distances base + 1 ... base + kWindow
   for (;;) {
     const unsigned before = base + lane * kEach;
-    const char* const nearest = own - static_cast<std::int64_t>(before + 1) * sizeof(Word<V>);
-    Word<V> words[kEach];
+    const char* const nearest =
+        own - static_cast<std::int64_t>(before + 1) * sizeof(LookbackWord<V>);
+    LookbackWord<V> words[kEach];
     int oldest;  // lane whose words hold the nearest carry, or the last
     for (;;) {
       bool carry = false, missing = false;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (before + i >= index) continue;
-        if (words[i].empty()) words[i] = Word<V>::load(nearest - i * sizeof(Word<V>));
+        if (words[i].empty())
+          words[i] = LookbackWord<V>::load(nearest - i * sizeof(LookbackWord<V>));
         missing = missing || (!carry && words[i].empty());
         carry = carry || words[i].is_carry();
       }
@@ -79,7 +82,7 @@ __device__ __forceinline__ V look_back_in_row(const char* own, unsigned index) {
     for (int from = oldest; from >= 0; --from) {
 #pragma unroll
       for (int i = kEach - 1; i >= 0; --i) {
-        Word<V> word;
+        LookbackWord<V> word;
         word.kind = __shfl_sync(0xffffffffu, words[i].kind, from);
         word.b = __shfl_sync(0xffffffffu, words[i].b, from);
         h = word.is_carry() ? word.b : fmadd(word.a(), h, word.b);

@@ -1,9 +1,9 @@
 // A chunk of the affine scan on the CPU where time is contiguous and channels lie apart by a row.
 //
-// A line of channels by the steps of a chunk is turned, in registers, into a buffer where channels
-// are contiguous; there the line is walked as in tile_cpu.h, and the outputs are turned back. The
-// buffer holds the accumulation type, so every number is formed and rounded as it is where channels
-// are contiguous.
+// A line of channels by the steps of a chunk is transposed, in registers, into a buffer where
+// channels are contiguous; there the line is walked as in tile_cpu.h, and the outputs are
+// transposed back. The buffer holds the accumulation type, so every number is formed and rounded as
+// it is where channels are contiguous.
 #pragma once
 
 #include "tile_cpu.h"
@@ -31,7 +31,7 @@ MS_CELL void interleave(VF x, VF y, VF& low, VF& high) {
 #endif
 
 // Lane j of vector i to lane i of vector j: an interleaving of the halves for each bit of an index.
-MS_CELL void turn(VF (&x)[kWidth]) {
+MS_CELL void transpose(VF (&x)[kWidth]) {
 #pragma GCC unroll 4
   for (int bit = 1; bit < kWidth; bit *= 2) {
     VF y[kWidth];
@@ -43,7 +43,7 @@ MS_CELL void turn(VF (&x)[kWidth]) {
     for (int i = 0; i < kWidth; ++i) x[i] = y[i];
   }
 }
-MS_CELL void turn(double (&)[1]) {}
+MS_CELL void transpose(double (&)[1]) {}
 
 // The steps of a word of 32 bits, or the one of a double, to the accumulation type and back.
 MS_CELL void open(VF word, VF (&x)[1], const float*) {
@@ -77,12 +77,12 @@ MS_CELL VF close(const VF (&x)[2], const f16* p) {
 
 // T: element type of the streams, whose stride is 1: channels lie layout.time elements apart.
 template <template <class> class CellOf, class O, class T>
-struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::type>::scalar> {
+struct TransposedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::type>::scalar> {
   using S = typename LanesOf<typename ComputeType<T>::type>::scalar;
   using Flat = Tile<CellOf, O, S>;
   using V = typename Flat::V;
   using Cell = typename Flat::Cell;
-  using Place = typename Flat::Place;
+  using Location = typename Flat::Location;
   using Lanes = typename Flat::Lanes;
   static constexpr int W = Flat::W, K = Flat::K;
   static constexpr int kOfWord = sizeof(T) == 2 ? 2 : 1;  // steps
@@ -104,7 +104,7 @@ struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::ty
   }
 
   template <bool kOutput>
-  static void chunk(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+  static void chunk(const ScanArgs& args, const Location& at, std::int64_t from, std::int64_t to,
                     Lanes& lanes) {
     Buffer buffer;
     for (int offset = 0; offset < at.width; offset += K) {
@@ -118,19 +118,19 @@ struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::ty
 
   // A line of channels, `part` of which are there.
   template <bool kOutput, class L>
-  static void block(const ScanArgs& args, const Place& at, std::int64_t from, std::int64_t to,
+  static void block(const ScanArgs& args, const Location& at, std::int64_t from, std::int64_t to,
                     int offset, Lanes& lanes, Buffer& buffer, L part) {
     const bool reverse = args.layout.reverse;
     const int steps = static_cast<int>(to - from), first = reverse ? steps - 1 : 0;
     const std::int64_t apart = args.layout.time, length = at.end - at.begin;
     const std::int64_t start = reverse ? length - to : from;  // in time, of the sequence
-    const std::int64_t place =
+    const std::int64_t origin =
         at.begin * args.layout.channels + (at.channel + offset) * apart + start;
     typename Flat::Walk walk;
     walk.channel = at.channel + offset;
     walk.near = false;
     for (int n = 0; n < Cell::kInputs; ++n) {
-      const T* rows = static_cast<const T*>(args.inputs[n].data) + place;
+      const T* rows = static_cast<const T*>(args.inputs[n].data) + origin;
       S(*lines)[K] = buffer.inputs[n] + 1;
       to_lines(rows, apart, steps, reverse ? -kAhead : kAhead, lines, part);
       if (n == Cell::kPrevious && to < length) {
@@ -147,7 +147,7 @@ struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::ty
     Flat::template line<kOutput>(args, at, walk, from, to, true, offset, lanes, part);
     if (!kOutput) return;
     for (int n = 0; n < Cell::kOutputs; ++n) {
-      T* rows = static_cast<T*>(args.outputs[n].data) + place;
+      T* rows = static_cast<T*>(args.outputs[n].data) + origin;
       to_rows(buffer.outputs[n], steps, rows, apart, at.past, part);
     }
   }
@@ -181,7 +181,7 @@ struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::ty
           __builtin_memcpy(&x[i], row, bytes(steps));
         }
       }
-      turn(x);
+      transpose(x);
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) {
         V opened[kOfWord];
@@ -224,7 +224,7 @@ struct TurnedTile : Tile<CellOf, O, typename LanesOf<typename ComputeType<T>::ty
       for (int j = 0; j < kOfWord; ++j) opened[j] = Flat::get(lines[i * kOfWord + j] + c);
       x[i] = close(opened, rows);
     }
-    turn(x);
+    transpose(x);
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) {
       if (i < count) write(rows + i * apart, x[i], past, steps);

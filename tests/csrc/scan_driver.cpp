@@ -178,12 +178,12 @@ class Driver {
 
   void start(ScanArgs args, int most_blocks) const {
     const Layout& lay = args.layout;
-    const std::int64_t bytes = cuda::workspace_bytes(lay, sizeof(cuda::Word<V>));
+    const std::int64_t bytes = cuda::workspace_bytes(lay, sizeof(cuda::LookbackWord<V>));
     args.workspace =
         emulator::allocate("words", static_cast<std::size_t>(bytes), emulator::Use::write);
     // What an earlier scan left: carries, which the scan must not take for its own.
-    for (std::int64_t i = 0; i + 16 <= bytes; i += sizeof(cuda::Word<V>)) {
-      const cuda::Word<V> stale = cuda::Word<V>::carry(V(1e6));
+    for (std::int64_t i = 0; i + 16 <= bytes; i += sizeof(cuda::LookbackWord<V>)) {
+      const cuda::LookbackWord<V> stale = cuda::LookbackWord<V>::carry(V(1e6));
       std::memcpy(static_cast<char*>(args.workspace) + i, &stale, sizeof stale);
     }
     auto* const tickets = reinterpret_cast<cuda::Tickets::Shared*>(
@@ -199,9 +199,9 @@ class Driver {
                           }});
       }
     } else {
-      emulator::launch({"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false, [=] {
-                          cuda::clear_kernel(static_cast<uint4*>(args.workspace), bytes / 16);
-                        }});
+      emulator::launch(
+          {"clear", 1 + static_cast<unsigned>(bytes / 16 / 1024), 256, 0, false,
+           [=] { cuda::clear_lookback_kernel(static_cast<uint4*>(args.workspace), bytes / 16); }});
     }
     const std::int64_t tiles =
         lay.chunk_bound() * ((lay.channels + Scan::G::kChannels - 1) / Scan::G::kChannels);

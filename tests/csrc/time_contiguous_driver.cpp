@@ -106,7 +106,7 @@ class Driver {
     tiles.counter = nullptr;
     if (tiles.per_row > 1) {  // all ones: empty words, and a counter that has counted nothing
       const std::size_t bytes =
-          static_cast<std::size_t>(tiles.words()) * sizeof(cuda::Word<V>) + 16;
+          static_cast<std::size_t>(tiles.words()) * sizeof(cuda::LookbackWord<V>) + 16;
       args.workspace = emulator::allocate("words", bytes, emulator::Use::write);
       tiles.counter = reinterpret_cast<unsigned*>(static_cast<char*>(args.workspace) + bytes - 16);
     }

@@ -154,13 +154,13 @@ class Block {
 
  private:
   __device__ std::uint64_t* next_slots() {
-    turn_ ^= 1;
-    return shared_.slots[turn_];
+    parity_ ^= 1;
+    return shared_.slots[parity_];
   }
 
   Shared& shared_;
   const unsigned warps_;
-  unsigned turn_ = 0;
+  unsigned parity_ = 0;
 };
 
 }  // namespace cuda

@@ -63,16 +63,16 @@ class Cluster {
   __device__ __forceinline__ void each(const T& mine, Visit visit) {
     static_assert(sizeof(T) == sizeof(uint4), "one store");
     if (blocks_ == 1) return visit(0u, mine);
-    turn_ ^= 1;
+    parity_ ^= 1;
     if (threadIdx.x < blocks_) {
       uint4 words;
       std::memcpy(&words, &mine, sizeof words);
-      store_in_block(threadIdx.x, &shared_.slots[turn_][rank_], words);
+      store_in_block(threadIdx.x, &shared_.slots[parity_][rank_], words);
     }
     meet();
 #pragma unroll 1
     for (unsigned b = 0; b < blocks_; ++b) {
-      const uint4 words = shared_.slots[turn_][b];
+      const uint4 words = shared_.slots[parity_][b];
       T said;
       std::memcpy(&said, &words, sizeof said);
       visit(b, said);
@@ -100,7 +100,7 @@ class Cluster {
 
   Shared& shared_;
   const unsigned blocks_, rank_;
-  unsigned turn_ = 0;
+  unsigned parity_ = 0;
 };
 
 }  // namespace cuda
