@@ -43,12 +43,12 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "linear": ("scan_driver.cpp", _cell("cells/linear_scan.h", "Linear", 0, "TWO")),
     "mingru": ("scan_driver.cpp", _cell("cells/mingru.h", "MinGru", 0, "ALL")),
     "minlstm": ("scan_driver.cpp", _cell("cells/minlstm.h", "MinLstm", 1, "TWO")),
-    "rows": ("time_contiguous_driver.cpp", []),
-    "draw": ("sampling_driver.cpp", []),
-    "target": ("logprobs_driver.cpp", []),
-    "adjust": ("logits_processor_driver.cpp", []),
-    "normed": ("fused_norm_driver.cpp", []),
-    "copy": ("pinned_copy_driver.cpp", []),
+    "time_contiguous": ("time_contiguous_driver.cpp", []),
+    "sampling": ("sampling_driver.cpp", []),
+    "logprobs": ("logprobs_driver.cpp", []),
+    "logits_processor": ("logits_processor_driver.cpp", []),
+    "fused_norm": ("fused_norm_driver.cpp", []),
+    "pinned_copy": ("pinned_copy_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }
 

@@ -98,9 +98,9 @@ ROWS = [f"{case} --backward {b} --reverse {r}" for case in ROWS for b, r in ((0,
     "--type bf16 --time 5001 --backward 1",
 ]
 
-# Rows of 24 that streamed draws give up: where thousands of tokens are about as likely (some of the
-# rows are drawn with temperatures that make them so). They are drawn in another way, which would
-# hide that the first one is wrong.
+# Rows of 24 that the streaming kernel gives up: where thousands of tokens are about as likely (some
+# rows have temperatures that make them so). They are sampled in another way, which would hide that
+# the first one is wrong.
 GIVEN_UP = {
     "normal": (1, 1),
     "ties": (2, 5),
@@ -111,7 +111,7 @@ GIVEN_UP = {
     "outlier": (13, 12),
 }
 # Few threads have few bins and short lists, so that the cut is closed in on in many rounds.
-DRAWS = [
+SAMPLES = [
     f"--kind {kind} {size}"
     for kind, given_up in GIVEN_UP.items()
     for size in (
@@ -158,7 +158,7 @@ DRAWS = [
 ]
 
 # Without best tokens, with one, by a list and by several readings of a row.
-TARGETS = [
+LOGPROBS = [
     "--vocab 66",
     "--vocab 3001 --shift 1",
     "--vocab 3000 --seeds 2,3",
@@ -166,11 +166,11 @@ TARGETS = [
     "--vocab 3001 --top 1 --shift 1",
     "--vocab 3000 --top 20 --seeds 2,3",
     "--vocab 20000 --top 20 --seeds 4",
-    "--vocab 1001 --top 3 --drawn 1 --seeds 5,6",
+    "--vocab 1001 --top 3 --sampled 1 --seeds 5,6",
 ]
 
 # One piece of a row and several, whole turns of the threads and not.
-ADJUSTED = [
+LOGITS_PROCESSED = [
     "--vocab 66 --entries 5",
     "--vocab 9001 --entries 300 --seeds 2,3",
     "--vocab 8192 --seeds 4",
@@ -178,7 +178,7 @@ ADJUSTED = [
 ]
 
 # One turn of the threads and several, of either row; fewer rows of state than slots name.
-NORMED = [
+FUSED_NORMS = [
     "--width 8 --channels 8",
     "--width 72 --channels 200 --seeds 2,3",
     "--width 304 --channels 128 --gates 3",
@@ -188,7 +188,7 @@ NORMED = [
 ]
 
 # Threads have a word, or several; all, some and no words become zero.
-COPIED = [
+PINNED_COPIES = [
     "--count 1",
     "--count 257 --zeros 257 --blocks 1",
     "--count 1500 --first 300 --zeros 900",
@@ -234,38 +234,38 @@ def test_scan(programs: Path, cell: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_scan_of_rows(programs: Path, case: str) -> None:
-    result = run(programs / "rows", *case.split())
+def test_time_contiguous_scan(programs: Path, case: str) -> None:
+    result = run(programs / "time_contiguous", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("case", DRAWS)
-def test_draw(programs: Path, case: str) -> None:
-    result = run(programs / "draw", *case.split())
+@pytest.mark.parametrize("case", SAMPLES)
+def test_sampling(programs: Path, case: str) -> None:
+    result = run(programs / "sampling", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("case", TARGETS)
-def test_target_logprobs(programs: Path, case: str) -> None:
-    result = run(programs / "target", *case.split())
+@pytest.mark.parametrize("case", LOGPROBS)
+def test_logprobs(programs: Path, case: str) -> None:
+    result = run(programs / "logprobs", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("case", ADJUSTED)
-def test_adjust(programs: Path, case: str) -> None:
-    result = run(programs / "adjust", *case.split())
+@pytest.mark.parametrize("case", LOGITS_PROCESSED)
+def test_logits_processor(programs: Path, case: str) -> None:
+    result = run(programs / "logits_processor", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("case", NORMED)
-def test_normed(programs: Path, case: str) -> None:
-    result = run(programs / "normed", *case.split())
+@pytest.mark.parametrize("case", FUSED_NORMS)
+def test_fused_norm(programs: Path, case: str) -> None:
+    result = run(programs / "fused_norm", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
-@pytest.mark.parametrize("case", COPIED)
-def test_copy_words(programs: Path, case: str) -> None:
-    result = run(programs / "copy", *case.split())
+@pytest.mark.parametrize("case", PINNED_COPIES)
+def test_pinned_copy(programs: Path, case: str) -> None:
+    result = run(programs / "pinned_copy", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
