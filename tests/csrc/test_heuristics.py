@@ -1,5 +1,5 @@
-"""The forms that linear maps on Hopper are chosen to take (csrc/linear) can be run, and those whose
-sums have a fixed order have the same one for every number of tokens."""
+"""The tile configs that GEMMs on Hopper are chosen to take (csrc/gemm) can be run, and those of
+batch-invariant calls have the same split-K for every number of tokens."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ PAGES = (
     "engine/README.md",
     "engine/NOTES.md",
     *(f"csrc/{folder}README.md" for folder in ("", "scan/", "persistent_decode/", "gemm/")),
+    *(f"csrc/{folder}/NOTES.md" for folder in ("persistent_decode", "gemm")),
 )
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
