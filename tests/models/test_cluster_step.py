@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.models.backends import cluster_decode, fused_gemm
 from engine.models.backends.cluster_decode import ClusterDecode, takes
-from engine.models.backends.dispatch import ExecutionPath
 from engine.models.backends.hopper import HopperBackend
 from engine.models.minrnn.lm import LM
 from engine.ops import cluster_decode as cluster_step
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram
-from tests.models.test_hopper import build, copied, exact_of
+from tests.models.test_hopper import build, copied, exact_of, only
 from tests.models.variants import int32, relative_error
 
 BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
@@ -232,7 +232,7 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
     """Many steps of changing batches. Ids that the model does not have are rows of zeros to
     both."""
     model = build(MODELS[name], torch.bfloat16)
-    exact, chain = exact_of(model), HopperBackend(model)
+    exact, chain = exact_of(model), only(HopperBackend(model), fused_gemm.NAME)
     clusters, chance = form.of(model), random.Random(name)
     most = max(BATCHES)
     ours = model.new_state(most)
@@ -245,7 +245,7 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
         at = int32(slots, "cuda")
         theirs, reference = copied(ours), copied(ours)
         got = form.logits(clusters.step(ids, ours, at), model)
-        expected = chain._step(ids, theirs, at, ExecutionPath.CHAIN)
+        expected = chain.step(ids, theirs, at)
         right = exact.logits(exact.step(ids, reference, at))
         assert got.shape == expected.shape and got.dtype == torch.float32
         for mine, other, best in (
@@ -267,11 +267,12 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
 def test_ids_and_slots_that_are_not_there(form: Form) -> None:
     """An id out of range is a row of zeros; a slot out of range is padding."""
     model = build(MODELS["conv"], torch.bfloat16)
-    chain, clusters, state = HopperBackend(model), form.of(model), model.new_state(20)
+    chain, clusters = only(HopperBackend(model), fused_gemm.NAME), form.of(model)
+    state = model.new_state(20)
     ids = int32([3, -1, 257, 100_000, 5], "cuda")
     theirs = copied(state)
     got = form.logits(clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda")), model)
-    expected = chain._step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"), ExecutionPath.CHAIN)
+    expected = chain.step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"))
     assert relative_error(got[:4], expected[:4]) < 0.02
     assert relative_error(state.cell, theirs.cell) < 0.02
 
@@ -281,7 +282,7 @@ def test_without_room_for_a_cluster_the_chain_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.models.backends.cluster_decode.works", lambda run: False)
     model = build(MODELS["mingru"], torch.bfloat16)
     quick, state = HopperBackend(model), model.new_state(16)
-    assert ExecutionPath.CLUSTERS not in quick._kernels
+    assert cluster_decode.NAME not in [path.name for path in quick.paths]
     quick.prepare([16], [], [])
     rows = int32(list(range(16)), "cuda")
     assert quick.step(rows, state, rows).isfinite().all()

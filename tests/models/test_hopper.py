@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.config import SCAN_CHUNK, ModelConfig
-from engine.models.backends import hopper
-from engine.models.backends.dispatch import TO_A_HEAD, ExecutionPath
+from engine.models.backends import (
+    cluster_decode,
+    cublas,
+    dispatch,
+    fused_gemm,
+    persistent_decode,
+)
+from engine.models.backends.dispatch import ExecutionPath, PathBackend
 from engine.models.backends.hopper import HopperBackend, supports
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
@@ -23,6 +30,8 @@ from tests.models.variants import int32, relative_error
 pytestmark = pytest.mark.gpu
 
 Prepare = Callable[[HopperBackend, Sequence[int]], None]
+Backend = TypeVar("Backend", bound=PathBackend)
+CUDA = torch.device("cuda")
 
 _BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
 CONFIGS = {
@@ -57,6 +66,17 @@ def exact_of(model: LM) -> LM:
     return exact
 
 
+def only(backend: Backend, *names: str) -> Backend:
+    """`backend` without paths of other names; it must have these."""
+    backend.paths = [path for path in backend.paths if path.name in names]
+    assert [path.name for path in backend.paths] == list(names)
+    return backend
+
+
+def path_of(backend: PathBackend, name: str) -> ExecutionPath:
+    return next(path for path in backend.paths if path.name == name)
+
+
 def copied(state: ModelState) -> ModelState:
     return ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
 
@@ -70,7 +90,7 @@ def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             return
         number = {"chain": 0, "second": 1, "third": 2, "fourth": 3, "last": 4}[request.param]
         monkeypatch.setattr(
-            hopper, "quickest_graph_of", lambda ways, lasting: min(number, len(ways) - 1)
+            dispatch, "quickest_graph_of", lambda ways, lasting: min(number, len(ways) - 1)
         )
         powers = {1 << n for n in range(11)}  # the ways of others follow from theirs
         quick.prepare(*[sorted(powers.union(sizes))] * 3)
@@ -82,7 +102,7 @@ def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
     config = CONFIGS[name]
     model = build(config, torch.bfloat16)
-    assert supports(model)
+    assert supports(model, CUDA) is None
     exact = exact_of(model)  # before weights move
     quick = HopperBackend(model)
     batches = (1, 5, 8, 16, 50, 100, 300, 600)
@@ -136,23 +156,26 @@ def test_what_is_prepared_is_measured() -> None:
     for name in ("medium", "mingru"):  # which clusters read too
         quick = HopperBackend(build(CONFIGS[name], torch.bfloat16))
         quick.prepare([1, 16, 64, 512], [16, 512], [4])
-        assert set(quick._ways_of_steps) == {16, 64, 512}
-        assert set(quick._ways_of_prompts) == {512}
-        assert not quick._ways_of_few  # there is one
+        timed = {workload: set(chosen) for workload, chosen in quick.chosen.items()}
+        # Of few rows there is one path, and a small vocabulary has no head that finds the best.
+        assert timed == {"few": set(), "step": {16, 64, 512}, "prompt": {512}, "argmax": set()}
 
 
-@pytest.mark.parametrize("way", [*TO_A_HEAD, ExecutionPath.CLUSTERS], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [fused_gemm.NAME_TO_HEAD, cublas.NAME_AROUND, cublas.NAME, cluster_decode.NAME],
+)
 @pytest.mark.parametrize(("vocabulary", "bias"), [(3001, True), (3008, False)])
-def test_bests_of_steps(vocabulary: int, bias: bool, way: ExecutionPath) -> None:
+def test_bests_of_steps(vocabulary: int, bias: bool, name: str) -> None:
     """Those of the logits that `step` has."""
     config = dataclasses.replace(
-        CONFIGS["mingru" if way is ExecutionPath.CLUSTERS else "medium"],
+        CONFIGS["mingru" if name == cluster_decode.NAME else "medium"],
         vocab_size=vocabulary,
         head_bias=bias,
     )
     model = build(config, torch.bfloat16)
     quick, rows = HopperBackend(model), 150
-    quick._ways_of_steps[rows] = way
+    quick.chosen["step"][rows] = path_of(quick, name)
     tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
     slots = torch.arange(-1, rows - 1, dtype=torch.int32, device="cuda")
     mine, its = model.new_state(rows), model.new_state(rows)
@@ -195,77 +218,67 @@ def test_the_head_of_the_chain_is_left_where_that_pays(monkeypatch: pytest.Monke
             return of_two if len(runs) == 2 else 0  # or of the chain and one kernel
 
         quick = HopperBackend(build(config, torch.bfloat16))
-        monkeypatch.setattr(hopper, "quickest_graph_of", quickest)
+        monkeypatch.setattr(dispatch, "quickest_graph_of", quickest)
         quick.prepare([1, 16, 64, 512], [16], [4])
-        one = ExecutionPath.WHOLE if number else ExecutionPath.CHAIN
-        assert quick._ways_of_steps == {16: one, 64: ExecutionPath.CHAIN, 512: ExecutionPath.CHAIN}
+        one = persistent_decode.NAME if number else fused_gemm.NAME
+        names = {rows: path.name for rows, path in quick.chosen["step"].items()}
+        assert names == {16: one, 64: fused_gemm.NAME, 512: fused_gemm.NAME}
         served = {rows: quick.step_to_bests(rows) is not None for rows in (1, 16, 32, 48, 64, 512)}
         assert served == {rows: bool(number) and rows > 32 for rows in served}
 
 
-def test_a_head_that_finds_the_best_is_behind_clusters_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quickest way to a head is left as it is; one to all logits is compared with those to a
-    head."""
-    config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
-    quick, compared = HopperBackend(build(config, torch.bfloat16)), []
-    assert ExecutionPath.CLUSTERS in quick._kernels
-
-    def last(runs: Sequence[object], lasting: bool) -> int:
-        return len(runs) - 1  # clusters, of the steps
-
-    def noted(read: object, count: int, ways: Sequence[ExecutionPath]) -> ExecutionPath:
-        compared.append((count, ways))
-        return ways[0]
-
-    monkeypatch.setattr(hopper, "quickest_graph_of", last)
-    quick.prepare([64], [], [])
-    assert quick._ways_of_steps == {64: ExecutionPath.CLUSTERS}
-    monkeypatch.setattr(quick, "_quickest", noted)
-    assert quick._quickest_to_bests(64, ExecutionPath.CLUSTERS) is ExecutionPath.CLUSTERS
-    assert quick._quickest_to_bests(64, ExecutionPath.LIBRARY) is ExecutionPath.LIBRARY
-    assert not compared
-    assert quick._quickest_to_bests(64, ExecutionPath.CHAIN) is ExecutionPath.CHAIN
-    ways = [ExecutionPath.CHAIN, ExecutionPath.CHAIN_TO_HEAD, ExecutionPath.CLUSTERS]
-    assert compared == [(64, ways)]
-    assert quick.step_to_bests(64) is not None
-
-
-def test_few_rows_go_the_way_that_was_measured_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_take_the_path_that_was_measured_for_them() -> None:
     """A head that finds the best, behind clusters, does not draw away what is not its business."""
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
-    quick, gone = HopperBackend(build(config, torch.bfloat16)), []
-    quick._ways_of_steps = {
-        16: ExecutionPath.WHOLE,
-        32: ExecutionPath.CLUSTERS,
-        64: ExecutionPath.LIBRARY,
-    }
-    quick._ways_to_bests = {64: ExecutionPath.LIBRARY}
+    quick = HopperBackend(build(config, torch.bfloat16))
+    whole, clusters, library, chain, to_head = (
+        path_of(quick, name)
+        for name in (
+            *(persistent_decode.NAME, cluster_decode.NAME, cublas.NAME),
+            *(fused_gemm.NAME, fused_gemm.NAME_TO_HEAD),
+        )
+    )
+    quick.chosen["step"] = {16: whole, 32: clusters, 64: chain}
+    quick.chosen["argmax"] = {64: to_head}
     assert [quick.step_to_bests(rows) for rows in (1, 8, 9, 16, 32)] == [None] * 5
+    taken = {rows: quick.step_to_bests(rows) for rows in (33, 45, 46, 64, 100)}
+    paths = {rows: step.args[0] for rows, step in taken.items()}  # type: ignore[union-attr]
+    assert paths == {33: clusters, 45: clusters, 46: to_head, 64: to_head, 100: to_head}
+    quick.chosen["step"][64] = library  # which ends before the head by itself
+    last = quick.step_to_bests(64)
+    assert last is not None and last.args[0] is library  # type: ignore[attr-defined]
 
-    def noted(*_: object, way: ExecutionPath) -> None:
-        gone.append(way)
 
-    monkeypatch.setattr(quick, "_bests", noted)
-    for rows in (33, 45, 46, 64, 100):
-        to_bests = quick.step_to_bests(rows)
-        assert to_bests is not None
-        to_bests(*[torch.zeros(0)] * 3)  # type: ignore[arg-type]
-    assert gone == [ExecutionPath.CLUSTERS] * 2 + [ExecutionPath.LIBRARY] * 3
+def test_clusters_compete_for_a_head_that_finds_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[list[str]] = []
+
+    def first(runs: Sequence[Callable[[], object]], lasting: bool) -> int:
+        compared.append([run.args[0].name for run in runs])  # type: ignore[attr-defined]
+        return 0
+
+    monkeypatch.setattr(dispatch, "quickest_graph_of", first)
+    config = dataclasses.replace(CONFIGS["mingru"], vocab_size=3001, n_layers=1)
+    HopperBackend(build(config, torch.bfloat16)).prepare([64], [], [])
+    to_head, clusters = fused_gemm.NAME_TO_HEAD, cluster_decode.NAME
+    assert compared == [
+        [fused_gemm.NAME, to_head, cublas.NAME_AROUND, cublas.NAME, clusters],
+        [fused_gemm.NAME, to_head, clusters],
+    ]
 
 
 @pytest.mark.parametrize(("vocabulary", "apart"), [(1024, False), (1030, True)])
 def test_large_vocabularies_have_a_head_behind_clusters(vocabulary: int, apart: bool) -> None:
     """Few rows and many."""
-    way = ExecutionPath.CLUSTERS
     config = dataclasses.replace(CONFIGS["mingru"], vocab_size=vocabulary, head_bias=True)
     model = build(config, torch.bfloat16)
     exact, quick = exact_of(model), HopperBackend(model)
-    assert quick._kernels[way].ends_with_hidden is apart  # type: ignore[union-attr]
+    clusters = path_of(quick, cluster_decode.NAME)
+    assert (clusters.step_to_bests is not None) is apart
     for rows in (3, 20, 32, 33, 70):
         tokens = torch.randint(0, vocabulary, (rows,), dtype=torch.int32, device="cuda")
         slots = torch.arange(rows, dtype=torch.int32, device="cuda")
         mine, its = model.new_state(rows), model.new_state(rows)
-        got = quick._step(tokens, mine, slots, way)
+        got = clusters.step(tokens, mine, slots)
         right = exact.logits(exact.step(tokens, its, slots))
         assert got.shape == right.shape and got.dtype == torch.float32
         assert relative_error(got, right) < 0.02
@@ -400,15 +413,16 @@ def test_deterministic_reads_and_steps_as_the_model_does(name: str) -> None:
 
 def test_a_build_for_other_gpus_does_not_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(_BASE, torch.bfloat16)
-    assert supports(model)
+    assert supports(model, CUDA) is None
     monkeypatch.setattr(library, "cuda_archs", lambda: "80,90")
-    assert not supports(model)
+    assert supports(model, CUDA) == "the operators were not built for Hopper (90a)"
 
 
 def test_what_it_does_not_run() -> None:
-    assert not supports(build(_BASE, torch.float32))
-    assert not supports(build(_BASE, torch.float16))
-    assert not supports(build(dataclasses.replace(_BASE, d_model=200), torch.bfloat16))
+    for dtype in (torch.float32, torch.float16):
+        assert "not bfloat16" in str(supports(build(_BASE, dtype), CUDA))
+    wide = build(dataclasses.replace(_BASE, d_model=200), torch.bfloat16)
+    assert "d_model a multiple of" in str(supports(wide, CUDA))
     narrow = dataclasses.replace(_BASE, expansion=1.0, out_projection=False)
-    assert not supports(build(narrow, torch.bfloat16))
-    assert not supports(LM(_BASE).bfloat16())
+    assert supports(build(narrow, torch.bfloat16), CUDA) == "no out projection"
+    assert supports(LM(_BASE).bfloat16(), torch.device("cpu")) == "not on a GPU"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import SCAN_CHUNK
-from engine.models.backends.cpu import CpuBackend, can_pack, pack_matrix
+from engine.models.backends.cpu import CpuBackend, pack_matrix, supports
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
@@ -283,8 +283,9 @@ def test_pack_matrix_keeps_every_number_once() -> None:
 
 
 def test_models_that_cannot_be_packed() -> None:
-    assert not can_pack(build({"cell": "mingru"}).double())
-    assert not can_pack(build({"cell": "mingru"}).half())
+    assert supports(build({"cell": "mingru"}).double()) == "weights are torch.float64"
+    assert supports(build({"cell": "mingru"}).half()) == "weights are torch.float16"
+    assert supports(build({"cell": "mingru"})) is None
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))

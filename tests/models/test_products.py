@@ -9,14 +9,15 @@ import torch
 
 from engine.config import ModelConfig
 from engine.models.backends.cublas import CublasPath, supports
+from engine.models.backends.eager import EagerBackend
 from engine.models.backends.lm_head import LmHead
-from engine.models.backends.selector import EagerBackend
 from engine.models.state import ModelState
 from tests.models.test_hopper import CONFIGS, build, exact_of
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
 
+CUDA = torch.device("cuda")
 CASES = {
     **CONFIGS,
     "narrow": ModelConfig(cell="minlstm", vocab_size=29, d_model=40, n_layers=3, out_bias=True),
@@ -30,7 +31,7 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     model = build(config, torch.bfloat16)
     exact = exact_of(model)  # of the weights as they were
     plain = build(config, torch.bfloat16)
-    assert supports(model)
+    assert supports(model, CUDA) is None
     quick = CublasPath(model, LmHead.of(model))
     assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
     lengths = [130, 0, 7, 40, 1]
@@ -84,7 +85,8 @@ def test_widths_that_kernels_do_not_take_are_read_plainly() -> None:
     config = dataclasses.replace(CASES["narrow"], d_model=20)
     model = build(config, torch.bfloat16)
     norm = model.layers[0].cell_norm.weight.clone()
-    assert not supports(model) and not supports(build(config, torch.float16))
+    assert supports(model, CUDA) == "widths are not multiples of 8"
+    assert "float16" in str(supports(build(config, torch.float16), CUDA))
     EagerBackend(model)
     assert torch.equal(model.layers[0].cell_norm.weight, norm)
 

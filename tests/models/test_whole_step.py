@@ -12,23 +12,20 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
-from engine.models.backends.dispatch import OF_CLUSTERS, ExecutionPath
+from engine.models.backends import fused_gemm, persistent_decode
+from engine.models.backends.dispatch import PathBackend
+from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.lm_head import LmHead
-from engine.models.backends.persistent_decode import (
-    PersistentDecode,
-    _phases,
-    _shapes,
-    most_rows,
-)
-from engine.models.backends.selector import EagerBackend, select_backend
+from engine.models.backends.persistent_decode import PersistentDecode, _phases, _shapes, most_rows
+from engine.models.backends.selector import select_backend
 from engine.models.backends.weight_transforms import bytes_of_copy
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import QUANTIZED_DTYPES
-from engine.ops import persistent_decode
+from engine.ops import persistent_decode as ops
 from engine.ops.persistent_decode import Phase, PhaseShape, Program
-from tests.models.test_hopper import CONFIGS, build, copied, exact_of
+from tests.models.test_hopper import CONFIGS, build, copied, exact_of, only
 from tests.models.variants import int32, relative_error
 
 H100 = 132  # multiprocessors
@@ -118,30 +115,25 @@ def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, obj
 )
 def test_a_refusal_has_a_reason(changes: dict[str, object], reason: str) -> None:
     asked = config(**changes)
-    rows, refusal = persistent_decode.most_rows(
+    rows, refusal = ops.most_rows(
         list(_shapes(asked)), weight_type=torch.bfloat16, gates=asked.gates, processors=H100
     )
     assert rows == 0 and reason in refusal
 
 
 def chain_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
-    chain = HopperBackend(model, deterministic=deterministic)
-    chain._kernels.clear()
-    return chain
+    return only(HopperBackend(model, deterministic=deterministic), fused_gemm.NAME)
 
 
 def whole_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
     whole = HopperBackend(model, deterministic=deterministic)
-    for way in OF_CLUSTERS:  # else they take more than eight rows, where nothing was timed
-        whole._kernels.pop(way, None)
-    assert list(whole._kernels) == [ExecutionPath.WHOLE]
-    return whole
+    return only(whole, fused_gemm.NAME, persistent_decode.NAME)
 
 
-def kernel_of(whole: HopperBackend) -> PersistentDecode:
-    kernel = whole._kernels[ExecutionPath.WHOLE]
-    assert isinstance(kernel, PersistentDecode)
-    return kernel
+def most_of(whole: PathBackend, name: str = persistent_decode.NAME) -> int:
+    """Rows of a step that the path of this name takes."""
+    path = next(path for path in whole.paths if path.name == name)
+    return max(sizes.stop for sizes in path.sizes.values()) - 1
 
 
 def as_near(got: Tensor, other: Tensor, right: Tensor) -> bool:
@@ -176,7 +168,7 @@ def test_steps_as_the_chain_does(name: str) -> None:
     model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     exact = exact_of(model)  # before weights move
     chain, whole = chain_of(model), whole_of(model)
-    most = kernel_of(whole).rows
+    most = most_of(whole)
     ours = model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 60):
         chance = random.Random(seed)
@@ -221,7 +213,7 @@ REPEATED = {
 def test_a_thousand_steps_have_the_same_bits(name: str) -> None:
     """Whatever has come when: weights, inputs of others, rooms for sums."""
     model = build(REPEATED[name], torch.bfloat16)
-    whole = kernel_of(whole_of(model))
+    whole = PersistentDecode(model, LmHead.of(model))
     assert whole.rows == 16
     for batch in (1, 8, 9, 16):
         ids, slots = int32(list(range(batch)), "cuda"), int32(list(range(batch)), "cuda")
@@ -243,7 +235,7 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
     """Over many steps of changing batches, whoever of the warps comes first."""
     model = build((CONFIGS | OTHERS)[name], torch.bfloat16)
     chain, whole = (of(model, deterministic=True) for of in (chain_of, whole_of))
-    most = kernel_of(whole).rows
+    most = most_of(whole)
     ours, theirs = model.new_state(SLOTS), model.new_state(SLOTS)
     for slots, seed in islice(chances(name, most), 300):
         chance = random.Random(seed)
@@ -265,11 +257,13 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
 def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
     model = quantize_model(build((CONFIGS | OTHERS)[name], torch.bfloat16), kind)
     quick, chance = EagerBackend(model), random.Random(name)
-    assert (quick._whole is not None) == (name not in NARROW)  # 64 and 192 inputs: half blocks
-    if quick._whole is None:
+    names = [path.name for path in quick.paths]
+    # 64 and 192 inputs: half blocks
+    assert (persistent_decode.NAME_8_BIT in names) == (name not in NARROW)
+    if name in NARROW:
         return
     state = model.new_state(SLOTS)
-    for batch in (1, 2, 3, quick._whole.rows) * 3:
+    for batch in (1, 2, 3, most_of(quick, persistent_decode.NAME_8_BIT)) * 3:
         slots = int32(chance.sample(range(SLOTS), batch), "cuda")
         ids = int32([chance.randrange(model.config.vocab_size) for _ in range(batch)], "cuda")
         theirs = copied(state)
@@ -294,8 +288,12 @@ def test_many_tokens_of_quantised_weights_are_read_with_a_copy(
     assert isinstance(served, HopperBackend)
     chance, state = random.Random(name), model.new_state(40)
     served.prepare([1, 8, 40], [30], [])
-    assert set(served._ways_of_few.values()) <= {ExecutionPath.NARROW, ExecutionPath.WHOLE}
-    served._ways_of_few = {1: ExecutionPath.WHOLE, 8: ExecutionPath.NARROW}
+    by_name = {path.name: path for path in served.paths}
+    in_8_bits, whole = (
+        by_name[name] for name in (persistent_decode.NAME_8_BIT, persistent_decode.NAME)
+    )
+    assert set(served.chosen["few"].values()) <= {in_8_bits, whole}
+    served.chosen["few"] = {1: whole, 8: in_8_bits}
     for batch in (1, 8, 9, 16, 17, 40):
         slots = int32(chance.sample(range(40), batch), "cuda")
         ids = int32([chance.randrange(vocabulary) for _ in range(batch)], "cuda")
@@ -466,8 +464,8 @@ def test_tensor_maps_go_with_their_program() -> None:
 @pytest.mark.gpu
 def test_refuses_what_does_not_fit() -> None:
     model = build(CONFIGS["mingru"], torch.bfloat16)
-    whole, state = whole_of(model), model.new_state(16)
-    program = kernel_of(whole)._program
+    program = PersistentDecode(model, LmHead.of(model))._program
+    state = model.new_state(16)
     tokens = torch.zeros(17, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="batch must be 1 to 16, got 17"):
         program.run(tokens, tokens, state.cell, None, 1e-5)

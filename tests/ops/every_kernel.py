@@ -17,8 +17,8 @@ from torch import Tensor
 from engine import ops
 from engine.config import ModelConfig
 from engine.models.backends.cluster_decode import ClusterDecode
+from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
-from engine.models.backends.selector import EagerBackend
 from engine.models.loader import quantize_model
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm

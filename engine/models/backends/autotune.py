@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.gc_tuning import gc_paused
+from engine.models.backends.tuning_cache import TuningCache
 from engine.ops.cublaslt import product_, product_algorithms
 
 Run = Callable[[], object]
@@ -153,12 +154,16 @@ class _Shape(NamedTuple):
     add: bool  # to what is there
     single: bool  # float32, of inputs of 16 bits
 
+    def __str__(self) -> str:
+        return " ".join(str(int(value)) for value in self)
+
 
 class TunedProducts:
     """Matrix products by the quickest of the library's algorithms: x weight^T of tensors on a GPU
-    in bfloat16 or float16."""
+    in bfloat16 or float16. `tuning`: what was measured before; None: everything is measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: TuningCache | None = None) -> None:
+        self._tuning = TuningCache() if tuning is None else tuning
         self._chosen: dict[_Shape, Tensor | None] = {}  # None: torch's own call
 
     def tune(
@@ -202,11 +207,16 @@ class TunedProducts:
 
         self._chosen[shape] = None
         found = product_algorithms(x, first, out)
+        known = self._tuning.product_of(str(shape), found.tolist())
+        if known is not None:
+            self._chosen[shape] = None if known < 0 else found[known]
+            return
         # The library does not promise that what it names runs.
         algorithms = [one for one in found if works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
         if quickest > 0:
             self._chosen[shape] = algorithms[quickest - 1]
+        self._tuning.add_product(str(shape), algorithms[quickest - 1].tolist() if quickest else [])
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [tokens, inputs], weight [rows, inputs] -> [tokens, rows]."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Self, cast
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.backends.autotune import works
-from engine.models.backends.lm_head import SMALL_VOCABULARY
-from engine.models.backends.persistent_decode import runs_kernels
+from engine.models.backends.dispatch import FEW_ROWS, ExecutionPath, Workload
+from engine.models.backends.kernel_support import lacks_hopper_kernels
+from engine.models.backends.lm_head import SMALL_VOCABULARY, SeparateHead
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
@@ -23,10 +24,14 @@ from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
 # to step: what one cluster asks for, others have just had. Up to so many were measured.
 _MOST_WEIGHTS = 67_000_000
 
+NAME = "cluster_decode"
+#: More rows have clusters take turns on some GPUs.
+ROWS_AT_ONCE = 96
+
 
 def takes(config: ModelConfig) -> bool:
     """Whether the kernel has been built for such widths, and its weights are few. What
-    `runs_kernels` asks is taken as given."""
+    `lacks_hopper_kernels` asks is taken as given."""
     layer = config.d_model * (
         (config.gates + 1) * config.inner
         + 2 * config.mlp_hidden
@@ -45,24 +50,22 @@ def takes(config: ModelConfig) -> bool:
     )
 
 
-def supports(model: LM) -> bool:
-    """Whether ClusterDecode runs `model`."""
-    return runs_kernels(model) and takes(model.config)
+def supports(model: LM, device: torch.device) -> str | None:
+    """Why ClusterDecode does not run `model`, whose weights are on `device`; None: it does."""
+    reason = lacks_hopper_kernels(model, device)
+    if reason is None and not takes(model.config):
+        return "not a small model of the widths that its kernels have"
+    return reason
 
 
 class ClusterDecode:
-    """Steps of `model`, which `supports` says yes to, with a packed copy of its weights as they are
+    """Steps of `model`, which `supports` takes, with a packed copy of its weights as they are
     now, norms' included."""
-
-    #: Of a step. Those that have no room at once take turns.
-    rows = sys.maxsize
 
     @classmethod
     def of(cls, model: LM) -> Self | None:
-        """None where it does not run: also on GPUs, or parts of one, without room for a cluster, or
-        for a copy of the weights."""
-        if not supports(model):
-            return None
+        """None on GPUs, or parts of one, without room for a cluster, or for a copy of the
+        weights."""
         with suppress(torch.OutOfMemoryError):
             step, state = cls(model), model.new_state(1)
             padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
@@ -91,8 +94,43 @@ class ClusterDecode:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As HopperBackend.step, or with hidden states [batch, d_model] instead."""
+        """As ModelBackend.step, or with hidden states [batch, d_model] instead."""
         return self._program.run(tokens, slots, state.cell, state.conv)
+
+
+def paths(model: LM, head: SeparateHead) -> list[ExecutionPath]:
+    """The path by clusters of `model`, which `supports` takes; none where the device has no room.
+    Where steps end before the head, `head` follows."""
+    clusters = ClusterDecode.of(model)
+    if clusters is None:
+        return []
+    steps = range(1, sys.maxsize)  # of which those that have no room at once take turns
+    unmeasured: dict[Workload, range] = {"step": range(1, ROWS_AT_ONCE + 1)}
+    if not clusters.ends_with_hidden:
+        return [
+            ExecutionPath(
+                name=NAME,
+                sizes={"step": steps},
+                unmeasured=unmeasured,
+                at_once=ROWS_AT_ONCE,
+                step=clusters.step,
+            )
+        ]
+
+    def tune(kind: Workload, sizes: Collection[int]) -> None:
+        head.tune(sizes)
+
+    return [
+        ExecutionPath(
+            name=NAME,
+            sizes={"step": steps, "argmax": range(FEW_ROWS + 1, sys.maxsize)},
+            unmeasured=unmeasured,
+            at_once=ROWS_AT_ONCE,
+            step=head.behind(clusters.step),
+            step_to_bests=head.bests_behind(clusters.step),
+            tune=tune,
+        )
+    ]
 
 
 def _layer(layer: Layer) -> ClusterLayer:

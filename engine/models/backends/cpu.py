@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
+from engine.models.backends.kernel_support import lacks_cell
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState, new_state
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
@@ -31,12 +32,15 @@ _LINE = 64  # bytes of a cache line: where every tensor begins
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def can_pack(model: LM) -> bool:
-    """Whether `model` can be packed: on the CPU, its weights float32 or bfloat16 throughout, apart
-    from int8 matrices with a scale per row."""
+def supports(model: LM) -> str | None:
+    """Why `model` cannot be packed; None: it can, on the CPU, its weights float32 or bfloat16
+    throughout, apart from int8 matrices with a scale per row."""
+    if any(weight.device.type != "cpu" for weight in model.parameters()):
+        return "not on a CPU"
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
-    on_cpu = all(weight.device.type == "cpu" for weight in model.parameters())
-    return on_cpu and len(kinds) == 1 and kinds <= {torch.float32, torch.bfloat16}
+    if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
+        return f"weights are {' and '.join(sorted(map(str, kinds))) or 'int8 throughout'}"
+    return lacks_cell(model.config)
 
 
 def _panels(weight: Tensor, gates: int) -> Tensor:
@@ -198,13 +202,16 @@ class _Writer:
 class CpuBackend:
     """`model`, laid out for the processor, with the same three reads as LM.
 
-    model: see `can_pack`. With `take` its weights are moved: it is empty afterwards.
+    model: what `supports` takes. With `take` its weights are moved: it is empty afterwards.
     Raises ValueError for a model that cannot be packed, or an int8 matrix with -128 in it.
     """
 
     def __init__(self, model: LM, *, take: bool = False) -> None:
-        if not can_pack(model):
-            raise ValueError("only float32 or bfloat16 models on the CPU, or int8 ones, are packed")
+        reason = supports(model)
+        if reason is not None:
+            raise ValueError(
+                f"only float32 or bfloat16 models on the CPU, or int8 ones, are packed: {reason}"
+            )
         self.config: ModelConfig = model.config
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())

@@ -11,20 +11,24 @@ them (`Middle`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import TunedProducts
-from engine.models.backends.lm_head import LmHead
+from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
+from engine.models.backends.kernel_support import lacks_bfloat16_kernels
+from engine.models.backends.lm_head import LmHead, SeparateHead
+from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.minrnn.cell import Cell
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
-from engine.models.state import ModelState
-from engine.ops import library
+from engine.models.state import ModelState, Step
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 
 _Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
@@ -34,32 +38,53 @@ _Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
 Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
-def supports(model: LM) -> bool:
-    """Whether its widths and its bfloat16 weights, on any GPU, are what the kernels take. (In
-    float16 products with the residual stream itself, not divided yet, could overflow.)"""
-    config, norm = model.config, model.norm.weight
-    return (
-        norm.is_cuda
-        and norm.dtype == torch.bfloat16
-        and library.has_cuda_kernels()
-        and config.quantization is None
-        and config.out_projection
-        and all(width % 8 == 0 for width in (config.d_model, config.inner, config.mlp_hidden))
-    )
+NAME = "cublas"
+NAME_AROUND = "cublas around fused_gemm"  # the middle of a layer is FusedGemmPath's
+
+# Steps of more rows and prompts of more tokens are read with products of the library where nothing
+# was timed: its large tiles fill the GPU, and they outweigh the two kernels a layer more. Measured
+# on an H200.
+_MOST_ROWS = 192
+_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
+_SMALL = 4_000_000
+_MOST_TOKENS = 192
+_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
+
+
+def supports(model: LM, device: torch.device) -> str | None:
+    """Why CublasPath does not run `model`, whose weights are on `device`; None: it does."""
+    config = model.config
+    reason = lacks_bfloat16_kernels(model, device)
+    if reason is not None:
+        return reason
+    if config.quantization is not None:
+        return f"weights are {config.quantization}"
+    if any(width % 8 for width in (config.d_model, config.inner, config.mlp_hidden)):
+        return "widths are not multiples of 8"
+    return None
+
+
+def unmeasured_sizes(model: LM) -> Mapping[Workload, range]:
+    """Sizes of which products of the library are taken on Hopper where nothing was timed."""
+    if model.config.conv_kernel:
+        return {"prompt": range(_MOST_TOKENS_WITH_CONV + 1, sys.maxsize)}
+    layer = next(iter(model.layers))
+    small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
+    most = _MOST_ROWS_OF_SMALL_LAYERS if small else _MOST_ROWS
+    return {"step": range(most + 1, sys.maxsize), "prompt": range(_MOST_TOKENS + 1, sys.maxsize)}
 
 
 class CublasPath:
-    """`model`, which `supports` says yes to.
+    """`model`, which `supports` takes, with its own `head`.
 
-    Gives it other weights, as move_norm_weights does.
+    Gives it other weights, as move_norm_weights does. `tuning`: which products were the quickest.
     """
 
-    def __init__(self, model: LM, head: LmHead) -> None:
-        """`head`: the model's."""
+    def __init__(self, model: LM, head: LmHead, tuning: TuningCache | None = None) -> None:
         self._model = model
         self._layers = list(cast("Iterable[Layer]", model.layers))
         self._eps = model.config.norm_eps
-        self._products = TunedProducts()
+        self._products = TunedProducts(tuning)
         self._head = head
         move_norm_weights(model)
 
@@ -75,6 +100,10 @@ class CublasPath:
         for count in logits:
             self._products.tune([self._head.weight], count, single=True)
         torch.cuda.empty_cache()  # of what was multiplied
+
+    def tune_logits(self, rows: Collection[int]) -> None:
+        """The same of so many rows of logits alone."""
+        self.tune([], rows)
 
     @torch.no_grad()
     def tune_around(self, tokens: Iterable[int]) -> None:
@@ -177,3 +206,64 @@ class CublasPath:
         y = self._products.product(x, up.weight)
         normed_gelu_(x, self._eps, y, up.bias, down.bias)
         return y
+
+
+def base_path(products: CublasPath) -> ExecutionPath:
+    """The path of a table without any that is quicker for few tokens."""
+
+    def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return products.logits(products.step(tokens, state, slots))
+
+    def tune(kind: Workload, sizes: Collection[int]) -> None:
+        products.tune(sizes, [] if kind == "prompt" else sizes)
+
+    return ExecutionPath(
+        name=NAME,
+        sizes={"step": ANY, "prompt": ANY},
+        unmeasured={"step": ANY, "prompt": ANY},
+        step=step,
+        prefill=products.prefill,
+        tune=tune,
+    )
+
+
+def paths_of_many(
+    model: LM, products: CublasPath, middle: Middle, head: SeparateHead
+) -> list[ExecutionPath]:
+    """The paths beside one that is quicker for few tokens: around its `middle` of a layer, and with
+    products of the library alone."""
+
+    def tune_around(kind: Workload, sizes: Collection[int]) -> None:
+        products.tune_around(sizes)
+        if kind != "prompt":
+            head.tune(sizes)
+
+    def tune(kind: Workload, sizes: Collection[int]) -> None:
+        products.tune(sizes, [])
+        if kind != "prompt":
+            head.tune(sizes)
+
+    many = range(FEW_ROWS + 1, sys.maxsize)
+    around: Step = partial(products.step, middle=middle)
+    # Of paths that are alike the first is taken, so that with less of the library's products comes
+    # first: the more of a step they are the more power it takes, and the slower a GPU becomes that
+    # is at its limit.
+    return [
+        ExecutionPath(
+            name=NAME_AROUND,
+            sizes={"step": many, "prompt": many},
+            step=head.behind(around),
+            step_to_bests=head.bests_behind(around),
+            prefill=partial(products.prefill, middle=middle),
+            tune=tune_around,
+        ),
+        ExecutionPath(
+            name=NAME,
+            sizes={"step": many, "prompt": many},
+            unmeasured=unmeasured_sizes(model),
+            step=head.behind(products.step),
+            step_to_bests=head.bests_behind(products.step),
+            prefill=products.prefill,
+            tune=tune,
+        ),
+    ]

@@ -1,73 +1,307 @@
-"""The ways in which HopperBackend reads tokens, and which one a number of them goes."""
+"""A table of execution paths, and a backend that reads tokens by the quickest of them.
+
+An ExecutionPath is one way to compute a step or a prompt, a row of the table. `prepare` times the
+paths for some of the sizes that graphs are made for, and a size that was not timed takes the path
+of the nearest one that was.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterable, Mapping
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
+from engine.models.backends.autotune import quickest_graph_of
+from engine.models.backends.tuning_cache import TuningCache
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState, Step, StepToBests
 
-# Steps of more rows and prompts of more tokens are read with products of the library: its large
-# tiles fill the GPU, and they outweigh the two kernels a layer more. Measured on an H200; what
-# `prepare` measures counts before it.
-_MOST_ROWS = 192
-_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
-_SMALL = 4_000_000
-# Of so few tokens the library was never quicker.
-MOST_WITHOUT_LIBRARY = 32
-_MOST_TOKENS = 192
-_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
+log = logging.getLogger(__name__)
 
+#: What is chosen a path for, each with sizes of its own: steps of so few sequences that only
+#: kernels of a whole step compete ("few"), other steps ("step"), prompts ("prompt"), and steps that
+#: need the best token alone ("argmax"). A size is a number of sequences, of a prompt one of tokens.
+Workload = Literal["few", "step", "prompt", "argmax"]
 
-class ExecutionPath(Enum):
-    """How tokens are read."""
+#: tokens, cu_seqlens, state, slots -> hidden states (ModelBackend.prefill)
+Prefill = Callable[[Tensor, Tensor, ModelState, Tensor], Tensor]
 
-    CHAIN = auto()
-    CHAIN_TO_HEAD = auto()  # which is apart; of steps
-    LIBRARY_AROUND = auto()  # the middle of a layer, which is the chain's: out projection to GELU
-    LIBRARY = auto()
-    CLUSTERS = auto()  # of blocks, each with all weights: one kernel, or one to a head; of steps
-    WHOLE = auto()  # one kernel; of steps of few rows
-    NARROW = auto()  # the same with 8-bit weights
+#: Of so few rows or tokens products of the library were never quicker, nor is a head that finds
+#: the best token.
+FEW_ROWS = 32
+ANY = range(sys.maxsize)
 
 
-OF_THE_LIBRARY = (ExecutionPath.LIBRARY_AROUND, ExecutionPath.LIBRARY)
-#: Which have a head apart in any case.
-TO_A_HEAD = (ExecutionPath.CHAIN_TO_HEAD, *OF_THE_LIBRARY)
-OF_FEW = (ExecutionPath.NARROW, ExecutionPath.WHOLE)
-#: More than so many rows have clusters take turns on some GPUs.
-ROWS_AT_ONCE = {ExecutionPath.CLUSTERS: 96}
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExecutionPath:
+    """One way to read tokens: a row of the table.
+
+    Args:
+        name: unique in a table; the tuning cache and the log know the path by it.
+        sizes: of which kinds and sizes the path is timed. Of others of the kind the fewest and the
+            most that it takes.
+        unmeasured: of which it is taken where nothing was timed. The last row that claims a size
+            has it, and one row claims all of a kind.
+        at_once: of more rows it takes turns, on some GPUs; so beyond that only as many as were
+            timed.
+        step: tokens int32 [batch], state, slots int32 [batch] -> logits fp32 [batch, vocabulary].
+        step_to_bests: the same step with a head that finds the best token instead of logits; None:
+            the path cannot end so, or it would not pay.
+        prefill: None: the path reads no prompts.
+        tune: chooses kernels for sizes of a kind, before they are timed or captured. Waits for the
+            device. None: there is nothing to choose.
+    """
+
+    name: str
+    sizes: Mapping[Workload, range]
+    step: Step
+    step_to_bests: StepToBests | None = None
+    prefill: Prefill | None = None
+    unmeasured: Mapping[Workload, range] = field(default_factory=dict)
+    at_once: int = sys.maxsize
+    tune: Callable[[Workload, Collection[int]], None] | None = None
+
+    def takes(self, kind: Workload, size: int) -> bool:
+        """Whether it competes there."""
+        return kind in self.sizes and size in self.sizes[kind]
+
+
+class Row(NamedTuple):
+    """What a table has of a path before it is known whether the model can take it."""
+
+    name: str
+    reason: str | None  # why not, in words that complete "not used: "
+    paths: Callable[[], Sequence[ExecutionPath]]  # of a model that can; none on a lack of room
+
+
+def usable_paths(rows: Iterable[Row]) -> list[ExecutionPath]:
+    """The paths of the rows that can be taken, in their order. Logs which those are."""
+    paths: list[ExecutionPath] = []
+    for row in rows:
+        own = [] if row.reason is not None else row.paths()
+        reason = row.reason or (None if own else "no room on this device")
+        log.info("execution path %s: %s", row.name, f"not used: {reason}" if reason else "used")
+        paths += own
+    return paths
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:
     """Powers of two and the largest, for each takes up to a second."""
-    rising = sorted(sizes)
+    rising = sorted(set(sizes))
     return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
 
 
 def nearest(
-    found: Mapping[int, ExecutionPath],
+    kind: Workload,
+    chosen: Mapping[int, ExecutionPath],
     size: int,
     unmeasured: ExecutionPath,
-    most: Mapping[ExecutionPath, int] | None = None,
+    base: ExecutionPath,
 ) -> ExecutionPath:
-    """What was found for this size, or for the one that is nearest to it: by ratio, so that of two
-    powers the larger one counts from 1.42 times the smaller one on. `most`: the largest size that
-    can go a way, where there is one."""
-    timed = max(found, default=0)
-    limits = {way: max(rows, timed) for way, rows in ROWS_AT_ONCE.items()} | dict(most or {})
-    possible = {other: way for other, way in found.items() if size <= limits.get(way, size)}
+    """The path that was chosen for this size, or for the one that is nearest to it.
+
+    Nearest by ratio: of two powers of two the larger one counts from 1.42 times the smaller one on.
+
+    Args:
+        chosen: by size, of this kind.
+        unmeasured: what is taken where no path that was chosen takes so many.
+        base: what is taken where the nearest one does not take so few.
+    """
+    timed = max(chosen, default=0)
+    possible = {
+        other: path
+        for other, path in chosen.items()
+        if size < path.sizes.get(kind, ANY).stop and size <= max(path.at_once, timed)
+    }
     if not possible or size == 0:
         return unmeasured
-    way = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
-    return ExecutionPath.CHAIN if size <= MOST_WITHOUT_LIBRARY and way in TO_A_HEAD else way
+    path = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
+    return base if size < path.sizes.get(kind, ANY).start else path
 
 
-def where_the_library_begins(model: LM) -> tuple[int, int]:
-    """The most rows of a step, and the most tokens of a prompt, that go the other way."""
-    if model.config.conv_kernel:
-        return sys.maxsize, _MOST_TOKENS_WITH_CONV
-    layer = next(iter(model.layers))
-    small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
-    return _MOST_ROWS_OF_SMALL_LAYERS if small else _MOST_ROWS, _MOST_TOKENS
+class PathBackend:
+    """A ModelBackend of `model` that reads tokens by the quickest of `paths`.
+
+    Of paths that are alike the first one is taken. The first also takes what no other can.
+
+    Args:
+        logits: of hidden states: bf16 or fp32 [n, d_model] -> fp32 [n, vocabulary].
+        tune_logits: chooses its kernels for so many rows; None: there is nothing to choose.
+        tuning: what was measured before; None: everything is measured.
+    """
+
+    def __init__(
+        self,
+        model: LM,
+        paths: Sequence[ExecutionPath],
+        logits: Callable[[Tensor], Tensor],
+        *,
+        tune_logits: Callable[[Collection[int]], None] | None = None,
+        tuning: TuningCache | None = None,
+    ) -> None:
+        self.model = model
+        self.paths = list(paths)
+        self._logits, self._tune_logits = logits, tune_logits
+        self._tuning = TuningCache() if tuning is None else tuning
+        self.chosen: dict[Workload, dict[int, ExecutionPath]] = {
+            "few": {},
+            "step": {},
+            "prompt": {},
+            "argmax": {},
+        }
+
+    def prepare(
+        self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
+    ) -> None:
+        """As ModelBackend.prepare."""
+        begin = perf_counter()
+        sizes: dict[Workload, list[int]] = {"few": [], "step": [], "prompt": sorted(set(prompts))}
+        for size in sorted(set(steps)):
+            sizes[self._kind_of_step(size)].append(size)
+        timed = {
+            kind: [size for size in to_be_timed(own) if len(self._candidates(kind, size)) > 1]
+            for kind, own in sizes.items()
+        }
+        for kind, own in timed.items():
+            self._tune(kind, {size: self._candidates(kind, size) for size in own})
+        if self._tune_logits is not None:
+            self._tune_logits(logits)
+        for kind, own in timed.items():
+            for size in own:
+                self._choose(kind, size, self._candidates(kind, size))
+        for size, path in self.chosen["step"].items():
+            self._choose_to_bests(size, path)
+        # Those between, whose paths are known now.
+        for kind, own in sizes.items():
+            self._tune(kind, {size: [self.path(kind, size)] for size in own})
+        torch.cuda.empty_cache()  # graphs take their memory from elsewhere
+        self._tuning.save()
+        if self._tuning.measured or self._tuning.read:
+            log.info(
+                "kernels chosen in %.1f s: %d by measuring, %d as measured before (%s)",
+                *(perf_counter() - begin, self._tuning.measured, self._tuning.read),
+                self._tuning.path or "no tuning cache",
+            )
+
+    def _tune(self, kind: Workload, paths: Mapping[int, Collection[ExecutionPath]]) -> None:
+        """Has the paths choose kernels for the sizes that they are to read."""
+        for path in self.paths:
+            sizes = [size for size, own in paths.items() if path in own]
+            if path.tune is not None and sizes:
+                path.tune(kind, sizes)
+
+    def _kind_of_step(self, rows: int) -> Workload:
+        return "few" if any(path.takes("few", rows) for path in self.paths) else "step"
+
+    def _candidates(self, kind: Workload, size: int) -> list[ExecutionPath]:
+        return [path for path in self.paths if path.takes(kind, size)]
+
+    def path(self, kind: Workload, size: int) -> ExecutionPath:
+        """Which one reads so many: as was measured, or as is taken unmeasured."""
+        unmeasured = self.paths[0]
+        for path in self.paths:
+            if size in path.unmeasured.get(kind, ()):
+                unmeasured = path
+        return nearest(kind, self.chosen[kind], size, unmeasured, self.paths[0])
+
+    def _choose(self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]) -> None:
+        with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
+            self.chosen[kind][size] = self._quickest(kind, size, candidates)
+
+    def _choose_to_bests(self, rows: int, path: ExecutionPath) -> None:
+        """Whether a step whose path ends with all logits, which are read once more by a draw, had
+        better end with a head that finds the best."""
+        if rows <= FEW_ROWS:
+            return
+        if path.step_to_bests is not None:  # this one takes no longer
+            self.chosen["argmax"][rows] = path
+            return
+        others = self._candidates("argmax", rows)
+        if others:
+            self._choose("argmax", rows, [path, *others])
+
+    def _quickest(
+        self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]
+    ) -> ExecutionPath:
+        names = [path.name for path in candidates]
+        known = self._tuning.path_of(kind, size, names)
+        if known is None:
+            known = names[self._timed(kind, size, candidates)]
+            self._tuning.add_path(kind, size, names, known)
+        return candidates[names.index(known)]
+
+    @torch.no_grad()
+    def _timed(self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]) -> int:
+        """Reads random tokens by each path, of as many sequences or as a prompt."""
+        device = self.model.norm.weight.device
+        random = torch.Generator(device).manual_seed(0)
+        vocabulary = self.model.config.vocab_size
+        tokens = torch.randint(
+            vocabulary, (size,), dtype=torch.int32, device=device, generator=random
+        )
+        prompt = kind == "prompt"
+        state = self.model.new_state(1 if prompt else size)
+        slots = torch.arange(1 if prompt else size, dtype=torch.int32, device=device)
+        read = {"prompt": _read_prompt, "argmax": _find_bests}.get(kind, _read_step)
+        runs = [partial(read, path, tokens, state, slots) for path in candidates]
+        # Steps follow one another for as long as somebody is served, prompts come between them.
+        return quickest_graph_of(runs, lasting=not prompt)
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """As ModelBackend.prefill."""
+        prefill = self.path("prompt", len(tokens)).prefill
+        assert prefill is not None
+        return prefill(tokens, cu_seqlens, state, slots)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """As ModelBackend.step."""
+        rows = len(tokens)
+        return self.path(self._kind_of_step(rows), rows).step(tokens, state, slots)
+
+    def step_to_bests(self, rows: int) -> StepToBests | None:
+        """As ModelBackend.step_to_bests."""
+        if rows <= FEW_ROWS:  # their logits are as quick
+            return None
+        path = self.path(self._kind_of_step(rows), rows)
+        if path.step_to_bests is None:
+            path = nearest("argmax", self.chosen["argmax"], rows, path, path)
+        return None if path.step_to_bests is None else partial(_find_bests, path)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As ModelBackend.logits."""
+        return self._logits(hidden)
+
+    def initial_state_rows(self) -> Tensor:
+        """As ModelBackend.initial_state_rows."""
+        return self.model.initial_state_rows()
+
+
+def _read_step(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    return path.step(tokens, state, slots)
+
+
+@torch.no_grad()
+def _find_bests(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    if path.step_to_bests is not None:
+        return path.step_to_bests(tokens, state, slots)
+    return path.step(tokens, state, slots).argmax(1)  # takes as long as a draw
+
+
+def _read_prompt(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    assert path.prefill is not None
+    # Made on the device: nothing may wait for it while others are timed.
+    bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
+    return path.prefill(tokens, bounds, state, slots)

@@ -8,18 +8,62 @@ one ahead of it has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
-from engine.models.backends.lm_head import LmHead
+from engine.config import ModelConfig
+from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
+from engine.models.backends.kernel_support import lacks_hopper_kernels
+from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.minrnn.cell import Cell
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState
 from engine.ops import conv_scan, conv_step
-from engine.ops.gemm import linear_embed, linear_map, linear_residual_, linear_step
+from engine.ops.fused_norm import rms_norm
+from engine.ops.gemm import (
+    SQUARE_ROWS,
+    linear_best,
+    linear_embed,
+    linear_map,
+    linear_residual_,
+    linear_step,
+)
+
+NAME = "fused_gemm"
+NAME_TO_HEAD = "fused_gemm to a head"  # which is apart
+
+_MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
+
+#: What `supports` asks of a model's widths, in words.
+WIDTHS = (
+    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection, "
+    f"a vocabulary of up to {_MOST_TOKENS:,}"
+)
+
+
+def supports(model: LM, device: torch.device) -> str | None:
+    """Why FusedGemmPath does not run `model`, whose weights are on `device`; None: it does."""
+    reason = lacks_hopper_kernels(model, device)
+    if reason is not None:
+        return reason
+    if model.config.quantization is not None:
+        return f"weights are {model.config.quantization}"
+    return None if supports_widths(model.config) else f"widths are not: {WIDTHS}"
+
+
+def supports_widths(config: ModelConfig) -> bool:
+    """Whether they are WIDTHS, but for the out projection."""
+    return (
+        config.d_model % SQUARE_ROWS == 0
+        and config.inner % 8 == 0
+        and config.mlp_hidden % 8 == 0
+        and config.vocab_size <= _MOST_TOKENS
+    )
 
 
 class Stream(NamedTuple):
@@ -47,7 +91,7 @@ class FusedGemmPath:
         self._head = head
         self._fixed_order = fixed_order
         self._layers = list(cast("Iterable[Layer]", model.layers))
-        self._eps = model.config.norm_eps
+        self._eps, self._vocabulary = model.config.norm_eps, model.config.vocab_size
         self._linear_candidate = model.config.candidate == "linear"
 
     def step(
@@ -101,6 +145,43 @@ class FusedGemmPath:
         """[tokens, vocabulary] fp32, of a stream's end or of hidden states."""
         logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
         return logits[:, : self._model.config.vocab_size]
+
+    def step_to_logits(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """As ModelBackend.step."""
+        _, scaled, squares = self.step(tokens, state, slots)
+        return self.logits(scaled, squares)
+
+    def step_to_hidden(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """As LM.step: hidden states [batch, d_model], for a head apart."""
+        return self._norm(self.step(tokens, state, slots, normed=False).x)
+
+    def prefill_to_hidden(
+        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        """As ModelBackend.prefill."""
+        if not self._fixed_order:
+            return self._norm(self.prefill(tokens, cu_seqlens, state, slots, normed=False).x)
+        _, scaled, squares = self.prefill(tokens, cu_seqlens, state, slots)
+        mean = _sum_in_pairs(squares) / scaled.shape[1]  # [tokens]
+        hidden: Tensor = (scaled * (mean + self._eps).rsqrt().unsqueeze(-1)).to(scaled.dtype)
+        return hidden
+
+    def step_to_bests(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """What `sample_best_` reads, int64 [batch, parts]. In a fixed order those of
+        `step_to_logits` to the bit."""
+        head = self._head
+        if self._fixed_order:
+            _, scaled, squares = self.step(tokens, state, slots)
+            return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
+        if head.bias is None:
+            # What a norm divides all logits of a row by does not change their order.
+            x = self.step(tokens, state, slots).scaled
+        else:
+            x = self.step_to_hidden(tokens, state, slots)
+        return linear_best(x, None, 0.0, head.weight, head.bias, self._vocabulary)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._eps, self._model.norm.weight)
 
     def middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
         """A Middle of products.py."""
@@ -172,3 +253,41 @@ class FusedGemmPath:
             return self._model.norm.weight if normed else None
         following = self._layers[index + 1]
         return None if following.conv is not None else following.cell_norm.weight
+
+
+def path(chain: FusedGemmPath, *, bests: bool = False) -> ExecutionPath:
+    """The path of all sizes, which the others are compared with. `bests`: its steps may end with
+    the best tokens."""
+    return ExecutionPath(
+        name=NAME,
+        sizes={"step": ANY, "prompt": ANY},
+        unmeasured={"step": ANY, "prompt": ANY},
+        step=chain.step_to_logits,
+        step_to_bests=chain.step_to_bests if bests else None,
+        prefill=chain.prefill_to_hidden,
+    )
+
+
+def path_to_head(chain: FusedGemmPath, head: SeparateHead) -> ExecutionPath:
+    """The path of steps of many rows that end before the head."""
+
+    def tune(kind: Workload, sizes: Collection[int]) -> None:
+        head.tune(sizes)
+
+    many = range(FEW_ROWS + 1, sys.maxsize)
+    return ExecutionPath(
+        name=NAME_TO_HEAD,
+        sizes={"step": many, "argmax": many} if head.finds_best else {"step": many},
+        step=head.behind(chain.step_to_hidden),
+        step_to_bests=chain.step_to_bests if head.finds_best else None,
+        tune=tune,
+    )
+
+
+def _sum_in_pairs(rows: Tensor) -> Tensor:
+    """The sum of rows [n, tokens], n at least 1: [tokens]. A sum by torch would add them up in an
+    order that the number of tokens has a part in."""
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = torch.cat((rows[:half] + rows[half : 2 * half], rows[2 * half :]))
+    return rows[0]

@@ -1,14 +1,21 @@
-"""LmHead: what a model multiplies hidden states with for logits, as GPU kernels want it."""
+"""LmHead: what a model multiplies hidden states with for logits, as GPU kernels want it.
+
+SeparateHead reads the hidden states that an execution path ends with before the head.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from engine.models.backends.dispatch import FEW_ROWS
 from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState, Step, StepToBests
+from engine.ops.gemm import linear_best
 
 #: A vocabulary of up to so many tokens is drawn from in no time, and clusters compute its logits
 #: with the layers. Of a larger one a head apart reads the weights once for all sequences, and one
@@ -39,3 +46,60 @@ class LmHead:
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(extra)])
         dtype = model.norm.weight.dtype
         return cls(weight, scale, None if bias is None else bias.detach().to(dtype))
+
+
+class SeparateHead:
+    """The head of steps that end with hidden states.
+
+    Args:
+        head: the model's.
+        vocabulary: tokens, of which the head may have more rows.
+        few: hidden states [n, d_model] -> logits fp32 [n, vocabulary], of up to FEW_ROWS.
+        many: the same of more.
+        tune_many: chooses kernels for `many` of so many rows.
+    """
+
+    def __init__(
+        self,
+        head: LmHead,
+        vocabulary: int,
+        *,
+        few: Callable[[Tensor], Tensor],
+        many: Callable[[Tensor], Tensor],
+        tune_many: Callable[[Collection[int]], None],
+    ) -> None:
+        self._head, self._vocabulary = head, vocabulary
+        self._few, self._many, self._tune_many = few, many, tune_many
+        #: Whether a step of many rows, of which the best tokens are wanted, had better leave out
+        #: logits.
+        self.finds_best = vocabulary > SMALL_VOCABULARY
+
+    def tune(self, rows: Collection[int]) -> None:
+        """Chooses kernels for so many rows of logits. Waits for the device."""
+        self._tune_many([count for count in rows if count > FEW_ROWS])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d_model] -> fp32 [n, vocabulary]."""
+        return self._few(hidden) if len(hidden) <= FEW_ROWS else self._many(hidden)
+
+    def bests(self, hidden: Tensor) -> Tensor:
+        """hidden [n, d_model] -> what `sample_best_` reads, int64 [n, parts]."""
+        head = self._head
+        return linear_best(hidden, None, 0.0, head.weight, head.bias, self._vocabulary)
+
+    def behind(self, step: Step) -> Step:
+        """`step`, which ends with hidden states, with logits."""
+
+        def to_logits(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+            return self.logits(step(tokens, state, slots))
+
+        return to_logits
+
+    def bests_behind(self, step: Step) -> StepToBests | None:
+        """`step`, which ends with hidden states, with the best tokens; None where that would not
+        pay."""
+
+        def to_bests(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+            return self.bests(step(tokens, state, slots))
+
+        return to_bests if self.finds_best else None

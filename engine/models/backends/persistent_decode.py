@@ -10,19 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
+from engine.models.backends.dispatch import ExecutionPath, Workload
+from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead
 from engine.models.minrnn.conv import CausalConv
 from engine.models.minrnn.lm import LM, Layer
 from engine.models.quantize import QUANTIZED_DTYPES
 from engine.models.quantized import QuantLinear
 from engine.models.state import ModelState
-from engine.ops import library, persistent_decode
+from engine.ops import persistent_decode
 from engine.ops.persistent_decode import Kind, Phase, PhaseShape, Program
+
+NAME = "persistent_decode"
+NAME_8_BIT = "persistent_decode in 8 bits"
 
 
 def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False) -> int:
     """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
-    not take such a model. What `runs_kernels` asks is taken as given."""
+    not take such a model. What `lacks_hopper_kernels` asks is taken as given."""
     kind = config.quantization
     rows, _ = persistent_decode.most_rows(
         list(_shapes(config)),
@@ -34,21 +39,17 @@ def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False
     return rows
 
 
-def runs_kernels(model: LM) -> bool:
-    """Whether its activations are bfloat16, on a Hopper GPU that the library was built for."""
-    norm = model.norm.weight
-    return (
-        norm.is_cuda
-        and norm.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(norm.device)[0] == 9
-        and "90a" in library.cuda_archs()
-        and model.config.out_projection
-    )
+def supports(model: LM, device: torch.device, *, fixed_order: bool = False) -> str | None:
+    """Why PersistentDecode does not run `model`, whose weights are on `device`; None: it does."""
+    reason = lacks_hopper_kernels(model, device)
+    if reason is None and PersistentDecode.most_rows(model, fixed_order=fixed_order) == 0:
+        return "widths or layers are not what its kernel takes"
+    return reason
 
 
 class PersistentDecode:
-    """Steps of `model`, which `runs_kernels` says yes to, for batches of up to `most_rows`; this
-    must not be 0. Its weights may be quantised. With `fixed_order`, for bfloat16 weights, steps
+    """Steps of `model`, which `supports` takes, for batches of up to `most_rows`. Its weights may
+    be quantised. With `fixed_order`, for bfloat16 weights, steps
     have the bits of a Chain with it."""
 
     @staticmethod
@@ -60,6 +61,7 @@ class PersistentDecode:
     def __init__(self, model: LM, head: LmHead, *, fixed_order: bool = False) -> None:
         config = model.config
         self.rows = self.most_rows(model, fixed_order=fixed_order)
+        self.quantized = config.quantization is not None
         self._eps = config.norm_eps
         self._program = Program(
             list(_phases(model, head)),
@@ -70,7 +72,7 @@ class PersistentDecode:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As HopperBackend.step, with the logits of every row of `head`."""
+        """As ModelBackend.step, with the logits of every row of `head`."""
         return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
 
 
@@ -98,6 +100,31 @@ def _shapes(config: ModelConfig) -> Iterator[PhaseShape]:
             layer=layer + 1 if convolved_next else 0,
         )
     yield PhaseShape(kind="logits", channels=vocabulary, inputs=width, normed=True)
+
+
+def path(
+    kernel: PersistentDecode, vocabulary: int, *, few: int, unmeasured_from: int = 1
+) -> ExecutionPath:
+    """The path by `kernel`.
+
+    Args:
+        vocabulary: tokens, of which the head may have more rows.
+        few: up to so many rows nothing else is quicker, but its like with other weights may be.
+        unmeasured_from: rows from which it is taken where nothing was timed.
+    """
+
+    def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return kernel.step(tokens, state, slots)[:, :vocabulary]
+
+    few = min(few, kernel.rows)
+    of_few, of_more = range(1, few + 1), range(few + 1, kernel.rows + 1)
+    sizes: dict[Workload, range] = {"few": of_few, "step": of_more}
+    return ExecutionPath(
+        name=NAME_8_BIT if kernel.quantized else NAME,
+        sizes=sizes,
+        unmeasured={**sizes, "few": range(unmeasured_from, few + 1)},
+        step=step,
+    )
 
 
 def _phases(model: LM, head: LmHead) -> Iterator[Phase]:

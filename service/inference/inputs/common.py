@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.protocol.messages import SamplingParams
+
 from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck
 from service.inference.inputs.guided import FIELDS, Wanted, constrained, field_of, read_grammars

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.models.backends import hopper
+from engine.models.backends import dispatch, hopper
 from engine.models.backends.selector import ModelBackend
 from engine.models.loader import save_model
 from engine.models.minrnn.lm import LM
@@ -180,10 +180,10 @@ def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPat
             parameter.zero_()
         model.head.weight.scatter_(1, channels, signs)
     save_model(folder, model, config, "bfloat16")
-    if not hopper.supports(model.to("cuda", torch.bfloat16)):
+    if hopper.supports(model.to("cuda", torch.bfloat16), torch.device("cuda")) is not None:
         pytest.skip("no kernels for this GPU")
     # Prompts in a chain, steps to a head apart: the first and second of all that are compared.
-    monkeypatch.setattr(hopper, "quickest_graph_of", lambda runs, lasting: int(lasting))
+    monkeypatch.setattr(dispatch, "quickest_graph_of", lambda runs, lasting: int(lasting))
     runner = load(folder, device="cuda", dtype="bfloat16", max_slots=64)
     runner.warm_up()
     return runner

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from engine.config import ModelConfig, Quantization
 from engine.engine import Engine
+from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
-from engine.models.backends.selector import EagerBackend, ModelBackend
+from engine.models.backends.selector import ModelBackend
 from engine.models.loader import load_model, quantize_model, save_model
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState

@@ -1,0 +1,69 @@
+"""EagerBackend: an LM operator by operator, on any device, with kernels where they take it."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+from torch import Tensor
+
+from engine.models.backends import cublas, persistent_decode
+from engine.models.backends.cublas import CublasPath
+from engine.models.backends.dispatch import ANY, ExecutionPath, PathBackend, Row, usable_paths
+from engine.models.backends.lm_head import LmHead
+from engine.models.backends.persistent_decode import PersistentDecode
+from engine.models.backends.tuning_cache import TuningCache
+from engine.models.minrnn.lm import LM
+from engine.models.state import ModelState
+
+NAME = "torch"
+
+
+class EagerBackend(PathBackend):
+    """A ModelBackend of any `model`: LM itself, or with one kernel between two of its products, and
+    steps of a few sequences in one altogether. Nothing is timed but products.
+
+    May give the model other weights, as move_norm_weights does. `tuning`: what was measured before;
+    None: everything is measured.
+    """
+
+    def __init__(self, model: LM, *, tuning: TuningCache | None = None) -> None:
+        device, vocabulary = model.norm.weight.device, model.config.vocab_size
+        head = cache(partial(LmHead.of, model))  # which may be a copy: one for both
+        no_products = cublas.supports(model, device)
+        products = None if no_products else CublasPath(model, head(), tuning)
+        rows = [
+            Row(NAME, None, lambda: [_by_torch(model)])
+            if products is None
+            else Row(cublas.NAME, None, lambda: [cublas.base_path(products)]),
+            Row(
+                persistent_decode.NAME,
+                persistent_decode.supports(model, device),
+                lambda: [_few(PersistentDecode(model, head()), vocabulary)],
+            ),
+        ]
+        super().__init__(
+            model,
+            usable_paths(rows),
+            model.logits if products is None else products.logits,
+            tune_logits=None if products is None else products.tune_logits,
+            tuning=tuning,
+        )
+
+
+def _few(kernel: PersistentDecode, vocabulary: int) -> ExecutionPath:
+    return persistent_decode.path(kernel, vocabulary, few=kernel.rows)
+
+
+def _by_torch(model: LM) -> ExecutionPath:
+    """LM's own methods."""
+
+    def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return model.logits(model.step(tokens, state, slots))
+
+    return ExecutionPath(
+        name=NAME,
+        sizes={"step": ANY, "prompt": ANY},
+        unmeasured={"step": ANY, "prompt": ANY},
+        step=step,
+        prefill=model.prefill,
+    )

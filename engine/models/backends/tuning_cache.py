@@ -1,0 +1,165 @@
+"""What autotuning has measured, kept in a file for the next start.
+
+A file is of one model on one GPU: its name is a digest of the GPU's name and size, of the versions
+of minserve, torch and CUDA, of the compiled operators and of the model's shapes and dtypes. What is
+read is trusted no further than a name: a path is looked up among those that compete now, an
+algorithm among those that the library offers now.
+
+A file that is missing, damaged or of another key is as none, and a folder that cannot be written is
+left alone: then everything is measured at each start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from engine.models.minrnn.lm import LM
+from engine.ops import library
+
+_Item = TypeVar("_Item")
+_FORMAT = 1
+_MOST_BYTES = 2**24  # of a file; more is no file of ours
+
+
+def tuning_folder(setting: str) -> Path | None:
+    """The folder that EngineConfig.tuning_cache names: for "auto" `$XDG_CACHE_HOME/minserve` or
+    `~/.cache/minserve`. None for "off", or without a home."""
+    if setting == "off":
+        return None
+    if setting != "auto":
+        return Path(setting)
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # others are invalid (XDG Base Directory Specification)
+        return Path(base) / "minserve"
+    try:
+        return Path.home() / ".cache" / "minserve"
+    except RuntimeError:
+        return None
+
+
+class TuningCache:
+    """Choices that were measured, read from `path` if it holds such of `key`. Without a path they
+    are of this process alone."""
+
+    def __init__(self, path: Path | None = None, key: dict[str, Any] | None = None) -> None:
+        self.path, self._key = path, key or {}
+        #: How many choices were read, and how many were added by measuring.
+        self.read = self.measured = 0
+        self._paths, self._products = self._load()
+
+    @classmethod
+    def of(cls, folder: Path | None, model: LM, device: torch.device) -> Self:
+        """The cache in `folder` of `model`, whose weights are on `device`, a GPU; None: no file."""
+        if folder is None:
+            return cls()
+        key = _key(model, device)
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return cls(folder / "autotune" / f"{digest[:32]}.json", key)
+
+    def path_of(self, kind: str, size: int, names: Sequence[str]) -> str | None:
+        """Which path was the quickest of those of these names; None: that is not known."""
+        found = self._paths.get(f"{kind} {size}")
+        if not found or found[1:] != list(names) or found[0] not in names:
+            return None
+        self.read += 1
+        return found[0]
+
+    def add_path(self, kind: str, size: int, names: Sequence[str], quickest: str) -> None:
+        """Keeps what was measured."""
+        self._paths[f"{kind} {size}"] = [quickest, *names]
+        self.measured += 1
+
+    def product_of(self, shape: str, offered: Sequence[list[int]]) -> int | None:
+        """Which of the offered algorithms was the quickest for a product; -1: torch's own call;
+        None: that is not known."""
+        found = self._products.get(shape)
+        if found is None or (found and found not in offered):
+            return None
+        self.read += 1
+        return offered.index(found) if found else -1
+
+    def add_product(self, shape: str, algorithm: list[int]) -> None:
+        """Keeps what was measured; an empty list is torch's own call."""
+        self._products[shape] = algorithm
+        self.measured += 1
+
+    def save(self) -> None:
+        """Writes the file if something was measured, with what others have written meanwhile. It is
+        replaced as a whole; of two that write at once the last one stays."""
+        if self.path is None or not self.measured:
+            return
+        paths, products = self._load()
+        content = {
+            "format": _FORMAT,
+            "key": self._key,
+            "paths": {**paths, **self._paths},
+            "products": {**products, **self._products},
+        }
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, partial = tempfile.mkstemp(suffix=".partial", dir=self.path.parent)
+            try:
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(partial, self.path)
+            except OSError:
+                os.unlink(partial)
+                raise
+
+    def _load(self) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
+        """Paths and products of the file, as far as they are what `save` writes."""
+        if self.path is None:
+            return {}, {}
+        try:
+            with self.path.open("rb") as file:
+                content = json.loads(file.read(_MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}, {}
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            return {}, {}
+        if content.get("key") != self._key:
+            return {}, {}
+        return _lists(content.get("paths"), str), _lists(content.get("products"), int)
+
+
+def _lists(values: object, kind: type[_Item]) -> dict[str, list[_Item]]:
+    """Those entries of an object that are lists of such items."""
+    if not isinstance(values, dict):
+        return {}
+    return {
+        name: found
+        for name, found in values.items()
+        if isinstance(found, list) and all(type(item) is kind for item in found)
+    }
+
+
+def _key(model: LM, device: torch.device) -> dict[str, Any]:
+    """All that decides which kernels compete and how long they take, as JSON has it."""
+    gpu = torch.cuda.get_device_properties(device)
+    shape = dataclasses.asdict(model.config)
+    del shape["eos_token_id"], shape["dtype"]  # that it was stored in
+    built = library.PATH.stat()
+    try:
+        version = importlib.metadata.version("minserve")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    return {
+        "gpu": [gpu.name, gpu.multi_processor_count, gpu.total_memory],
+        "minserve": version,
+        "operators": [built.st_size, built.st_mtime_ns],
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "model": shape,
+        "dtype": str(model.norm.weight.dtype),
+    }
