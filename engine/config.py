@@ -259,6 +259,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     # A sequence's logits are the same bits in any company and wherever its prompt is split.
     deterministic: bool = False
+    # Where what autotuning measured on a GPU is kept for the next start: "auto" (the user's cache
+    # folder), "off" (nowhere) or a folder.
+    tuning_cache: str = "auto"
     # One server may have several engines, which serve the same model; all else here is each one's.
     engines: int = 1
     rank: int = 0  # of this one among them, from 0; on GPUs its device's number too
@@ -353,6 +356,12 @@ class EngineConfig:
             "deterministic",
             self.deterministic,
             "true or false",
+        )
+        _check(
+            isinstance(self.tuning_cache, str) and bool(self.tuning_cache),
+            "tuning_cache",
+            self.tuning_cache,
+            '"auto", "off" or a folder',
         )
         _check(
             not self.deterministic

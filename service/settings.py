@@ -103,6 +103,7 @@ class Settings(BaseSettings):
     threads: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
+    tuning_cache: str = "auto"  # or "off", or a folder
 
     # The processes (times in seconds).
     engines: int = Field(default=1, ge=1, le=MOST_ENGINES)  # each on a GPU of its own
@@ -191,6 +192,7 @@ class Settings(BaseSettings):
             threads=self.threads,
             cuda_graphs=self.cuda_graphs,
             deterministic=self.deterministic,
+            tuning_cache=self.tuning_cache,
             engines=self.engines,
         )
 

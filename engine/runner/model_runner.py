@@ -22,6 +22,7 @@ from engine.config import DtypeName, EngineConfig, host_rows
 from engine.errors import DeviceLost
 from engine.models import loader
 from engine.models.backends.selector import select_backend
+from engine.models.backends.tuning_cache import tuning_folder
 from engine.ops.upload import UploadRing
 from engine.protocol.events import ModelInfo
 from engine.protocol.logprobs import PackedLogprobs
@@ -144,6 +145,7 @@ class ModelRunner:
             self._device,
             deterministic=self.config.deterministic,
             reserve=(rows + 1) * self.model_config.state_bytes,
+            tuning_folder=tuning_folder(self.config.tuning_cache),
         )
         uploads = UploadRing(self._device)
         self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state_rows())

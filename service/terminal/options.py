@@ -92,6 +92,13 @@ CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts 
 ServedDeterministic = Annotated[
     bool | None, Option(help="A text's logits do not depend on its company, bit for bit [no].")
 ]
+TuningCache = Annotated[
+    str | None,
+    Option(
+        help="Where the kernels that were the quickest on a GPU are kept for the next start: auto "
+        "(~/.cache/minserve), off, or a folder [auto]."
+    ),
+]
 MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate [1000000].")]
 MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request [1024].")]
 MaxBodyBytes = Annotated[int | None, Option(help="Of the largest request, in bytes [2**24].")]

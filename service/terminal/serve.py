@@ -32,6 +32,7 @@ def serve(
     threads: options.Threads = None,
     cuda_graphs: options.CudaGraphs = None,
     deterministic: options.ServedDeterministic = None,
+    tuning_cache: options.TuningCache = None,
     max_tokens: options.MaxTokens = None,
     max_prompts: options.MaxPrompts = None,
     max_body_bytes: options.MaxBodyBytes = None,
