@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from engine.models.backends import autotune
 from engine.models.backends.autotune import TunedProducts
+from engine.models.backends.tuning_cache import TuningCache
 
 
 class Library:
@@ -66,6 +68,26 @@ def test_products_go_the_way_that_was_quickest(
     assert asked == {0: [0, 0, 0], 1: [1, 0, 0], 2: [0, 0, 1]}[quickest]
 
 
+@pytest.mark.parametrize("quickest", [0, 2])
+def test_products_that_were_measured_before_are_taken(
+    quickest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, weight = tmp_path / "of a model.json", torch.randn(16, 8).bfloat16()
+    library, tuning = Library(monkeypatch, quickest), TuningCache(file)
+    TunedProducts(tuning).tune([weight], 5)
+    tuning.save()
+    again = Library(monkeypatch, 1 - library.quickest // 2)  # would choose another now
+    tuning = TuningCache(file)
+    products = TunedProducts(tuning)
+    products.tune([weight], 5)
+    assert again.timed == 0 and (tuning.read, tuning.measured) == (1, 0)
+    x = torch.randn(5, 8).bfloat16()
+    torch.testing.assert_close(products.product(x, weight), x @ weight.t(), rtol=0.02, atol=0.02)
+    assert again.calls == {0: [0, 0, 0], 2: [0, 0, 1]}[quickest]
+    products.tune([weight], 4)  # of another shape
+    assert again.timed == 3 and (tuning.read, tuning.measured) == (1, 1)
+
+
 @pytest.mark.parametrize(("rows", "single"), [(66, False), (66, True), (36, False)])
 def test_rows_that_do_not_fit_are_left_to_torch(
     rows: int, single: bool, monkeypatch: pytest.MonkeyPatch
@@ -79,13 +101,13 @@ def test_without_memory_to_try_in_it_is_left_to_torch(monkeypatch: pytest.Monkey
     def no_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("no")
 
-    library = Library(monkeypatch, 1)
+    library, tuning = Library(monkeypatch, 1), TuningCache()
     monkeypatch.setattr(autotune, "product_algorithms", no_memory)
     weight, x = torch.randn(16, 8).bfloat16(), torch.randn(5, 8).bfloat16()
-    products = TunedProducts()
+    products = TunedProducts(tuning)
     products.tune([weight], 5)
     torch.testing.assert_close(products.product(x, weight), x @ weight.t())
-    assert library.calls == [0, 0, 0]
+    assert library.calls == [0, 0, 0] and tuning.measured == 0
 
 
 @pytest.mark.gpu
