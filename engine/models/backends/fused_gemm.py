@@ -184,7 +184,7 @@ class FusedGemmPath:
         return rms_norm(x, self._eps, self._model.norm.weight)
 
     def middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """A Middle of products.py."""
+        """A Middle (cublas.py)."""
         out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
         if mlp is None:
             self._add(h, out, x, None)
