@@ -291,8 +291,8 @@ std::tuple<Tensor, Tensor> mingru_scan_train_backward(
 
 Tensor minlstm_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
                     const Tensor& slots, bool linear_candidate, bool normalize_gates) {
-  return gated_scan("minlstm_scan", minlstm(linear_candidate, normalize_gates), pre, cu_seqlens, state,
-                    slots);
+  return gated_scan("minlstm_scan", minlstm(linear_candidate, normalize_gates), pre, cu_seqlens,
+                    state, slots);
 }
 
 Tensor minlstm_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
@@ -303,16 +303,16 @@ Tensor minlstm_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
 std::tuple<Tensor, Tensor> minlstm_scan_train(const Tensor& pre, const Tensor& cu_seqlens,
                                               const MaybeTensor& h0, bool linear_candidate,
                                               bool normalize_gates) {
-  return gated_train("minlstm_scan_train", minlstm(linear_candidate, normalize_gates), pre, cu_seqlens,
-                     h0);
+  return gated_train("minlstm_scan_train", minlstm(linear_candidate, normalize_gates), pre,
+                     cu_seqlens, h0);
 }
 
 std::tuple<Tensor, Tensor> minlstm_scan_train_backward(
     const Tensor& grad_h, const MaybeTensor& grad_h_last, const Tensor& pre, const Tensor& h,
     const Tensor& cu_seqlens, const MaybeTensor& h0, bool linear_candidate, bool normalize_gates) {
   return gated_train_backward("minlstm_scan_train_backward",
-                              minlstm(linear_candidate, normalize_gates), grad_h, grad_h_last, pre, h,
-                              cu_seqlens, h0);
+                              minlstm(linear_candidate, normalize_gates), grad_h, grad_h_last, pre,
+                              h, cu_seqlens, h0);
 }
 
 }  // namespace minserve
