@@ -1,13 +1,24 @@
 """Engine: one model's scheduler and runner, advanced round by round.
 
-A round is planned, started, awaited and committed. Where the runner's device works by itself, the
-next round is started before this one's results are awaited, unless the host has a part in the draws
-of both: while the device goes on, the host takes in messages, commits, and sends what the round
+A round is planned, started, finished and committed. Where the runner's device works by itself, the
+next round is started before this one's results are awaited, unless the host has a part in sampling
+for both: while the device goes on, the host takes in messages, commits, and sends what the round
 brought.
 
 When the runner raises, the sequences that took part in the round fail, those of a round started
 after it too, and the engine lives on. A lost device (DeviceLost) is lost to the process for good:
 every request fails and the engine is `broken`; its process has to end.
+
+Invariants:
+
+- Rounds are started, finished and committed in the order in which they were planned. At most two
+  are started and not finished.
+- Plan N+1 may be made and started before round N is finished. If round N fails, round N+1 fails
+  too, whatever it brought.
+- A plan is started only if it is not empty.
+- Messages are taken in only between two calls of the scheduler, never within one.
+- No method raises on account of a request.
+- Once `broken` is set, no request is in flight and none is taken.
 """
 
 from __future__ import annotations
@@ -47,8 +58,10 @@ STORE_SECONDS = 2.0  # at the end, for states that somebody waits for to be writ
 
 
 class PlanRunner(Protocol):
-    """What the engine needs of a runner (engine.runner.model_runner.ModelRunner; tests bring their
-    own)."""
+    """What the engine needs of a runner: engine.runner.model_runner.ModelRunner, or a test's own.
+
+    Per round: `start`, then `finish`, in the order of the plans.
+    """
 
     @property
     def info(self) -> ModelInfo: ...
@@ -59,24 +72,25 @@ class PlanRunner(Protocol):
 
     @property
     def most_steps(self) -> int:
-        """Of a round; 1 where the host has a part in every draw."""
+        """Decode steps of a round at most; 1 where the host has a part in all sampling."""
 
     @property
     def overlaps(self) -> bool:
-        """`start` returns before the work is done, and may be called again before `finish`."""
+        """Whether `start` returns before the work is done, and may be called for the next plan
+        before `finish`."""
 
     @property
     def grammars(self) -> GrammarCache | None:
         """The model's; None where requests cannot have one."""
 
     def start(self, plan: StepPlan) -> Any:
-        """Begins a round; `finish` takes what this returns."""
+        """Begins a round. Returns what `is_done` and `finish` take. Raises what the device does."""
 
     def is_done(self, pending: Any) -> bool:
-        """Whether `finish` need not wait."""
+        """Whether `finish` would return without waiting."""
 
     def finish(self, pending: Any) -> StepResult:
-        """Waits for the results of the oldest round begun."""
+        """Waits for the oldest round that was started. Raises what the device does."""
 
 
 class Engine:
@@ -87,6 +101,8 @@ class Engine:
     """
 
     def __init__(self, runner: PlanRunner, clock: Callable[[], float] = time.monotonic) -> None:
+        """`runner` has its model loaded; `clock` gives seconds. Raises ConfigError where the
+        state folder cannot be used."""
         self._runner = runner
         self._clock = clock
         config, info = runner.config, runner.info
@@ -137,8 +153,8 @@ class Engine:
             keeper,
             self._grammars,
         )
-        self._round: _StartedStep | None = None  # under way
-        self._latest: tuple[Hashable, ...] = ()  # client that asked for something
+        self._started: _StartedStep | None = None  # not finished yet
+        self._latest: tuple[Hashable, ...] = ()  # the client that asked for something last
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
@@ -146,9 +162,8 @@ class Engine:
 
         Raises CheckpointError, DeviceError or ConfigError.
         """
-        from engine.runner.model_runner import (
-            ModelRunner,  # here, so that all else works without torch
-        )
+        # Here, so that all else works without torch.
+        from engine.runner.model_runner import ModelRunner
 
         runner = ModelRunner(config)
         runner.warm_up()
@@ -157,15 +172,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to run or to report."""
-        return self._round is not None or self._scheduler.has_work
+        return self._started is not None or self._scheduler.has_work
 
     def add(self, client: Hashable, request: Request) -> None:
-        """Takes a request; a refusal comes as an event of the next step."""
+        """Enqueues a request; a refusal comes as an event of the next step."""
         self._latest = (client,)
         self._scheduler.enqueue(client, request, self._clock())
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
-        """Reports a request of this id as failed; it was never added."""
+        """Reports a request of this id, which was never added, as failed in the next step."""
         self._scheduler.reject(client, request, error)
 
     def abort(
@@ -175,26 +190,26 @@ class Engine:
         reason: FinishReason = "abort",
         kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early (None: all of the client's), with `reason` as their finish_reason;
-        `kept` as in Abort."""
+        """Ends requests early; arguments as of `Scheduler.abort`."""
         self._scheduler.abort(client, ids, reason, self._clock(), kept)
 
     def ask(self, client: Hashable, call: StateCall) -> None:
-        """Does what a client asks of kept states; `replies` will have the answer."""
+        """Does what a client asks of named states; `replies` will have the answer, now or after a
+        later step."""
         self._latest = (client,)
         self._state_calls.handle(client, call)
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:
-        """What there is to answer, and to whom."""
+        """The answers to state calls since the last call, with their clients."""
         replies, self._state_calls.replies = self._state_calls.replies, []
         return replies
 
     def load_now(self) -> Stats:
-        """The load alone, whatever happened."""
+        """The present load, without what steps did."""
         return self._scheduler.load()
 
     def close(self) -> None:
-        """Returns when what is to lie on disk does; the last call."""
+        """Returns when all that is to be in files is; no other call may follow."""
         if not self.broken:
             self._keeper.write_all()
             while self._keeper.exporting:
@@ -213,19 +228,22 @@ class Engine:
         self._keeper.stop_all("the server shuts down")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
-        """Completes a round and returns what there is to tell, by client; the next round may be
-        under way then.
+        """Completes a round; the next one may be under way when this returns.
 
-        `take_in` may `add` and `abort`; it raises nothing. It is called once the round is done, or
-        has failed, so that nothing more is delivered of a request that was aborted meanwhile; where
-        the device works by itself, also again and again before that: what has come by then is off
-        the host's hands when the device waits for it.
+        Args:
+            take_in: takes messages in; it may `add`, `abort` and `ask`, and raises nothing. It is
+                called once the round is done, or has failed, so that nothing more is delivered of a
+                request that was aborted meanwhile. Where the device works by itself, it is also
+                called repeatedly before that, so that the host has less to do when the device waits
+                for it.
+
+        Returns what there is to tell, by client.
         """
         self._advance(take_in)
         return self._scheduler.events(self._latest)
 
     def _advance(self, take_in: Callable[[], None] | None = None) -> None:
-        current, self._round = self._round or self._start(), None
+        current, self._started = self._started or self._start(), None
         if current is None:
             self._await_others(take_in)
             return
@@ -249,7 +267,7 @@ class Engine:
             ahead = None
         if ahead is None and self._runner.overlaps and not self.broken:
             ahead = self._start()  # it runs while what there is to tell is sent
-        self._round = ahead
+        self._started = ahead
 
     def _await_others(self, take_in: Callable[[], None] | None) -> None:
         """Gives way to the grammars being compiled, or to the files being read and written, which

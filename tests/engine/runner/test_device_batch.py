@@ -528,7 +528,7 @@ def test_an_engine_on_the_gpu_overlaps_its_rounds(folder: Path) -> None:
     ahead = 0
     while engine.has_work:
         engine.step()
-        ahead += engine._round is not None and engine._round.plan.again
+        ahead += engine._started is not None and engine._started.plan.again
     assert ahead > 3
 
 

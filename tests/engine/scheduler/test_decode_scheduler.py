@@ -624,7 +624,7 @@ def test_a_round_that_fails_takes_the_one_started_after_it_along() -> None:
         engine.step()
     assert len(runner.begun) == 1
     runner.begun[0] = error = RuntimeError("boom")
-    engine._round = type(engine._round)(engine._round.plan, error, None)  # type: ignore[union-attr]
+    engine._started = type(engine._started)(engine._started.plan, error, None)  # type: ignore[union-attr]
     failed = engine.step()["c"].failed
     assert [(one.request, one.code) for one in failed] == [(1, "step_failed")]
     assert not engine.has_work and runner.begun == []
@@ -652,7 +652,7 @@ def test_a_cuda_error_of_the_round_ahead_is_none_of_the_other_failures() -> None
     for _ in range(3):
         engine.step()
     runner.begun[0] = error = RuntimeError("boom")
-    engine._round = type(engine._round)(engine._round.plan, error, None)  # type: ignore[union-attr]
+    engine._started = type(engine._started)(engine._started.plan, error, None)  # type: ignore[union-attr]
     runner.failures = [DeviceLost("CUDA error: device-side assert")]
     assert [one.code for one in engine.step()["c"].failed] == ["step_failed"]
     assert engine.broken is not None
