@@ -116,7 +116,7 @@ class Engine:
         if config.state_folder is not None:
             folder, sync = Path(config.state_folder), config.state_sync == "fsync"
             file_store = open_file_store(folder, info.fingerprint, variant, home, sync)
-        keeper = StateCacheManager(
+        cache = StateCacheManager(
             CacheConfig(
                 device_rows=config.share_slots,
                 first_row=config.max_slots,
@@ -136,8 +136,8 @@ class Engine:
             ),
             file_store,
         )
-        self._keeper = keeper
-        self._state_calls = StateCallHandler(keeper)
+        self._cache = cache
+        self._state_calls = StateCallHandler(cache)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 vocab_size=info.vocab_size,
@@ -150,7 +150,7 @@ class Engine:
                 most_steps=runner.most_steps,
                 overlaps=runner.overlaps,
             ),
-            keeper,
+            cache,
             self._grammars,
         )
         self._started: _StartedStep | None = None  # not finished yet
@@ -211,21 +211,21 @@ class Engine:
     def close(self) -> None:
         """Returns when all that is to be in files is; no other call may follow."""
         if not self.broken:
-            self._keeper.write_all()
-            while self._keeper.exporting:
+            self._cache.write_all()
+            while self._cache.exporting:
                 self.step()
-        self._keeper.close()
+        self._cache.close()
 
     def abort_all(self) -> None:
         """Ends every request early. Those that wait for their states to be written, and for
         snapshots, go on waiting for up to STORE_SECONDS."""
         self._scheduler.abort_all(self._clock())
         until = time.monotonic() + STORE_SECONDS
-        while (self._keeper.storing or self._keeper.exporting) and not self.broken:
+        while (self._cache.storing or self._cache.exporting) and not self.broken:
             if time.monotonic() > until:
                 break
             self._advance()
-        self._keeper.stop_all("the server shuts down")
+        self._cache.stop_all("the server shuts down")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
         """Completes a round; the next one may be under way when this returns.
@@ -274,8 +274,8 @@ class Engine:
         may be all that there is to do."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(WAIT_SECONDS)
-        elif self._keeper.pending:
-            self._keeper.wait(WAIT_SECONDS)
+        elif self._cache.pending:
+            self._cache.wait(WAIT_SECONDS)
         else:
             return
         if take_in is not None:

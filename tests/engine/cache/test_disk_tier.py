@@ -42,7 +42,7 @@ def cached(talk: Talk, text: bytes, count: int = 1, **fields: Any) -> int:
 def start(folder: Path, former: Talk | None = None, **options: Any) -> Talk:
     given = {"share_slots": 2, "host_rows": 4, "disk_cache_bytes": 2**30, **options}
     talk = Talk(state_folder=str(folder), **given)
-    talk.engine._keeper.disk._clock = iter(range(10**9)).__next__  # every state may be written
+    talk.engine._cache.disk._clock = iter(range(10**9)).__next__  # every state may be written
     if former is not None:
         talk.runner.outside = former.runner.outside
     return talk
@@ -51,7 +51,7 @@ def start(folder: Path, former: Talk | None = None, **options: Any) -> Talk:
 def settle(talk: Talk) -> None:
     """What is under way to the disk is there."""
     talk.finish()
-    transfer = talk.engine._keeper.transfer
+    transfer = talk.engine._cache.transfer
     transfer.close()
     transfer.collect()
 
@@ -65,7 +65,7 @@ def test_more_lies_on_disk_than_in_memory(tmp_path: Path) -> None:
     for number in range(30):
         assert cached(talk, prompt(number)) == 0
         settle(talk)
-    tiers = talk.engine._keeper.tiers
+    tiers = talk.engine._cache.tiers
     assert tiers.device_used + tiers.host_used <= 6
     assert len(files(tmp_path)) > 20
     before = talk.runner.steps
@@ -176,7 +176,7 @@ def test_what_is_found_damaged_is_deleted(tmp_path: Path, damage: Any) -> None:
     file.write_bytes(damage(file.read_bytes()))
     assert cached(later, prompt(0)) == 0
     settle(later)
-    assert files(tmp_path) == [] and later.engine._keeper.disk.bytes == 0
+    assert files(tmp_path) == [] and later.engine._cache.disk.bytes == 0
     assert cached(later, prompt(0)) == 300
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_read_just_now_stays(
         patch.setattr(file_store, "_read", busy)
         assert text(later.run(prompt(0) + b"abc", 1)) == b"d"
         settle(later)
-    assert len(files(tmp_path)) == 1 and later.engine._keeper.disk.bytes > 0
+    assert len(files(tmp_path)) == 1 and later.engine._cache.disk.bytes > 0
     assert cached(later, prompt(0)) == 300
 
 
@@ -205,17 +205,17 @@ def test_bytes_are_bounded_and_owners_have_parts_of_them(tmp_path: Path) -> None
     for number in range(20):
         cached(talk, prompt(number), owner="bob")
         settle(talk)
-        disk = talk.engine._keeper.disk
+        disk = talk.engine._cache.disk
         assert disk.bytes <= 20_000
         found = sum(file.stat().st_size for file in files(tmp_path))
         assert found <= 20_000 + 500 * len(files(tmp_path))
-    assert talk.engine._keeper.load_stats(0, 0)["disk_state_bytes"] == disk.bytes > 5000
+    assert talk.engine._cache.load_stats(0, 0)["disk_state_bytes"] == disk.bytes > 5000
     assert cached(talk, prompt(0), owner="alice") == 300
     assert cached(talk, prompt(0), owner="bob") == 0
     settle(talk)
     talk.engine.close()
     smaller = start(tmp_path, talk, disk_cache_bytes=5_000)
-    assert smaller.engine._keeper.disk.bytes <= 5_000
+    assert smaller.engine._cache.disk.bytes <= 5_000
     settle(smaller)
     assert len(files(tmp_path)) == 1
 
@@ -228,7 +228,7 @@ def test_what_tries_take_bounds_what_is_taken_over(tmp_path: Path) -> None:
     talk.engine.close()
     count = len(files(tmp_path))
     later = start(tmp_path, talk)
-    cache = later.engine._keeper.cache
+    cache = later.engine._cache.cache
     assert cache._bytes.total > 8 * 1200
     cache._tree_bytes = 4000
     cached(later, prompt(9))
@@ -239,7 +239,7 @@ def test_what_tries_take_bounds_what_is_taken_over(tmp_path: Path) -> None:
 
 def test_writes_are_few_under_a_load_of_new_prompts(tmp_path: Path) -> None:
     talk = start(tmp_path)
-    talk.engine._keeper.disk._clock = lambda: 5.0
+    talk.engine._cache.disk._clock = lambda: 5.0
     for number in range(20):
         cached(talk, prompt(number))
         settle(talk)
@@ -258,11 +258,11 @@ def test_a_failed_round_costs_no_file(tmp_path: Path) -> None:
     settle(talk)
     for number in range(12):
         assert text(talk.run(prompt(number) + b"abc", 1)) == b"d"
-    tiers = talk.engine._keeper.tiers
+    tiers = talk.engine._cache.tiers
     talk.finish()
     nodes = [
         node.value
-        for trie in talk.engine._keeper.cache._trees.values()
+        for trie in talk.engine._cache.cache._trees.values()
         for node in nodes_of(trie)
         if node.value is not None
     ]

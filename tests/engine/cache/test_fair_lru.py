@@ -95,11 +95,11 @@ def test_alone_an_owner_has_all_of_it() -> None:
 
 def test_long_texts_of_one_owner_displace_no_others() -> None:
     talk = Talk(share_slots=200, max_step_tokens=4096)
-    talk.engine._keeper.cache._tree_bytes = 40_000
+    talk.engine._cache.cache._tree_bytes = 40_000
     assert [cached(talk, b"a" * 20, "alice") for _ in range(2)] == [0, 20]
     for number in range(30):
         cached(talk, bytes([97 + number % 26]) * 1000 + bytes([number]), "bob")
-    assert talk.engine._keeper.cache._bytes.total <= 40_000
+    assert talk.engine._cache.cache._bytes.total <= 40_000
     assert cached(talk, b"a" * 20, "alice") == 20
 
 
@@ -124,4 +124,4 @@ def test_named_states_leave_rows_for_others() -> None:
     for number in (3, 4, 5, 6):
         assert talk.code("delete", id=f"s{number}", owner="bob") == "ok"
     assert isinstance(keep("t", "bob"), Finished)
-    assert talk.engine._keeper.tiers._requiring_rows.of == {"alice": 1, "bob": 9}
+    assert talk.engine._cache.tiers._requiring_rows.of == {"alice": 1, "bob": 9}

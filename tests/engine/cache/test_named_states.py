@@ -136,15 +136,15 @@ def test_a_rebuild_is_not_lost_with_a_plan_that_has_nothing_to_do(
     id = talk.submit(b"abc", 50, keep=KeepState(id="s"))
     for _ in range(6):
         talk.step()
-    keeper = talk.engine._keeper
-    find = keeper.lookup
+    manager = talk.engine._cache
+    find = manager.lookup
 
     def losing(sequence: Sequence) -> Any:
         if sequence.needs_host:
             raise StepFailed("lost")
         return find(sequence)
 
-    monkeypatch.setattr(keeper, "lookup", losing)
+    monkeypatch.setattr(manager, "lookup", losing)
     hosted = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(0,) * MOST_STOP_IDS)
     other = talk.submit(b"k", sampling=hosted)
     talk.engine.abort("c", [id], "stop", [2])
@@ -333,8 +333,8 @@ def test_snapshots_are_made_and_checked_aside(
     talk.run(b"abc", keep=KeepState(id="s", export=True))
     content = talk.ask("export", id="s").content
     assert talk.code("import", content=content, target="t") == "ok"
-    kept = talk.engine._keeper.states.get("", "s").point.state
-    talk.engine._keeper.tiers.free_row(kept)
+    kept = talk.engine._cache.states.get("", "s").point.state
+    talk.engine._cache.tiers.free_row(kept)
     assert text(talk.run(b"", 1, state="s")) == b"g"
     # Snapshot and file of the request, the export, import and its file, the file read.
     assert stepping == [False] * 6
@@ -347,7 +347,7 @@ def test_a_snapshot_may_be_all_that_is_kept() -> None:
     assert talk.ask("list").states == []
     talk.ask("import", content=end.snapshot, target="mine")
     assert text(talk.run(b"", state="mine")) == b"ghi"
-    assert talk.engine._keeper.tiers.host_used + talk.engine._keeper.tiers.device_used < 8
+    assert talk.engine._cache.tiers.host_used + talk.engine._cache.tiers.device_used < 8
 
 
 def test_lists_come_in_pages() -> None:
@@ -409,7 +409,7 @@ def test_an_owner_has_so_many_and_memory_has_an_end() -> None:
 def test_time_passes() -> None:
     talk = Talk(state_ttl=50.0)
     now = 1000.0
-    states = talk.engine._keeper.states
+    states = talk.engine._cache.states
     states._clock = lambda: now
     talk.run(b"abc", keep=KeepState(id="s"))
     talk.run(b"abc", keep=KeepState(id="long", ttl=500.0))

@@ -47,8 +47,8 @@ def test_what_a_failed_round_was_to_bring_is_nobodys_beginning() -> None:
 
 def settled(talk: Talk) -> None:
     """The disk has done what it was asked for."""
-    talk.engine._keeper.transfer.flush()
-    talk.engine._keeper.transfer.collect()
+    talk.engine._cache.transfer.flush()
+    talk.engine._cache.transfer.collect()
 
 
 def test_a_failed_round_costs_no_state_that_a_file_has(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def beside(former: Talk, folder: Path, **options: Any) -> Talk:
 
 
 def file_store_of(talk: Talk) -> StateFileStore:
-    file_store = talk.engine._keeper.states._file_store
+    file_store = talk.engine._cache.states._file_store
     assert file_store is not None
     return file_store
 
@@ -157,8 +157,8 @@ def test_nothing_expires_on_disk_while_there_are_two(tmp_path: Path) -> None:
     old = Talk(state_folder=str(tmp_path), state_ttl=100.0)
     turn(old, b"abc")
     new = beside(old, tmp_path, state_ttl=100.0)
-    now = old.engine._keeper.states._clock()
-    old.engine._keeper.states._clock = lambda: now + 200
+    now = old.engine._cache.states._clock()
+    old.engine._cache.states._clock = lambda: now + 200
     old.ask("list")
     assert old.code("get", id="s") == "state_not_found"
     assert turn(new, b"") == b"ghi"
@@ -173,8 +173,8 @@ def test_who_is_left_takes_stock(tmp_path: Path) -> None:
     old.ask("delete", id="c")
     old.run(b"m", 1, keep=KeepState(id="d"))
     old.engine.close()
-    new.engine._keeper.collect()
-    states = new.engine._keeper.states
+    new.engine._cache.collect()
+    states = new.engine._cache.states
     assert sorted(named.id for named in states._index.all()) == ["a", "b", "d"]
     assert states.files == 3 and states.get("", "b").point.tokens == 3
     assert text(new.run(b"", 1, state="b")) == b"e"
@@ -188,7 +188,7 @@ def test_rounds_do_not_ask_for_other_engines_every_time(
 ) -> None:
     """On a file system of another machine that is a call to it."""
     talk = Talk(state_folder=str(tmp_path))
-    states = talk.engine._keeper.states
+    states = talk.engine._cache.states
     now = states._clock()
     states._clock = lambda: now
     asked: list[bool] = []
@@ -233,8 +233,8 @@ def test_cached_states_are_read_by_both_and_counted_by_one(tmp_path: Path) -> No
     settle_beside(old)
     settle(old)
     old.engine.close()
-    new.engine._keeper.collect()
-    disk = new.engine._keeper.disk
+    new.engine._cache.collect()
+    disk = new.engine._cache.disk
     assert not disk._left
     assert disk.bytes == sum(path.stat().st_size for path in folder.iterdir())
     assert cached(new, prompt(30)) == 300, "it was the last that the older one wrote"
@@ -247,7 +247,7 @@ def test_cached_states_are_read_by_both_and_counted_by_one(tmp_path: Path) -> No
 def settle_beside(talk: Talk) -> None:
     """What is under way to the disk is there; the folder stays this engine's too."""
     talk.finish()
-    transfer = talk.engine._keeper.transfer
+    transfer = talk.engine._cache.transfer
     transfer.flush()
     transfer.collect()
 

@@ -173,14 +173,14 @@ class StateMachine(RuleBasedStateMachine):
         self.calls = 0
         self.replies: dict[int, StateReply] = {}
         self.seen: Counter[str] = Counter()
-        keeper = self.engine._keeper
-        rebuild = keeper.rebuild
+        manager = self.engine._cache
+        rebuild = manager.rebuild
 
         def counted(*arguments: Any) -> Any:
             self.seen["rebuilds"] += 1
             return rebuild(*arguments)
 
-        keeper.rebuild = counted  # type: ignore[method-assign]
+        manager.rebuild = counted  # type: ignore[method-assign]
 
     # What is asked.
 
@@ -358,7 +358,7 @@ class StateMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def evict(self, times: int) -> None:
         for _ in range(times):
-            self.engine._keeper.tiers.evict("")
+            self.engine._cache.tiers.evict("")
 
     # What comes of it.
 
@@ -389,7 +389,7 @@ class StateMachine(RuleBasedStateMachine):
                 self._end(self.all[end.request], end)
         for _, reply in self.engine.replies():
             self.replies[reply.call] = reply
-        file_store = self.engine._keeper.transfer._file_store
+        file_store = self.engine._cache.transfer._file_store
         if file_store is not None and self.next % 3:  # at times the disk lags behind, however quick
             while (
                 file_store.threads._done.qsize() < file_store.pending
@@ -486,7 +486,7 @@ class StateMachine(RuleBasedStateMachine):
         """NaN wherever nothing is."""
         if self.device == "cuda":
             torch.cuda.synchronize()  # a row of main memory may be on its way
-        scheduler, tiers = self.engine._scheduler, self.engine._keeper.tiers
+        scheduler, tiers = self.engine._scheduler, self.engine._cache.tiers
         needed = {move.source for move in tiers.planned_moves() if isinstance(move, Copy)}
         state = self.runner._pool.state
         assert state.conv is not None
@@ -526,23 +526,23 @@ class StateMachine(RuleBasedStateMachine):
         self.runner.run(StepPlan(release=list(range(self.next * 3 + 10))))
 
     def _check_nothing_leaks(self) -> None:
-        keeper = self.engine._keeper
+        manager = self.engine._cache
         assert self.engine._scheduler._slots.used == 0
-        assert not keeper.states.locks._reserved and not keeper.states.waiters
-        assert not keeper.states._new_of and not keeper.transfer.busy
+        assert not manager.states.locks._reserved and not manager.states.waiters
+        assert not manager.states._new_of and not manager.transfer.busy
         for _ in range(1000 if self.folder else 0):  # what is on its way to the disk
-            keeper.transfer.wait(0.001)
-            keeper.collect()
-            if self.engine._keeper.transfer._file_store.pending == 0:  # type: ignore[union-attr]
+            manager.transfer.wait(0.001)
+            manager.collect()
+            if self.engine._cache.transfer._file_store.pending == 0:  # type: ignore[union-attr]
                 break
-        held = {named.point.state for named in keeper.states._index.all()}
-        for trie in keeper.cache._trees.values():
+        held = {named.point.state for named in manager.states._index.all()}
+        for trie in manager.cache._trees.values():
             held |= {node.value for node in nodes_of(trie) if node.value is not None}
             assert all(node.reader < 0 for node in nodes_of(trie))
-        keeper.tiers.begin_plan()
+        manager.tiers.begin_plan()
         without = {kept for kept in held if not kept.has_row}
         assert all(kept.written for kept in without)
-        assert keeper.tiers.device_used + keeper.tiers.host_used == len(held - without)
+        assert manager.tiers.device_used + manager.tiers.host_used == len(held - without)
 
 
 TestStates = StateMachine.TestCase

@@ -109,7 +109,7 @@ def test_a_state_that_is_to_last_fails_and_the_former_one_stays(
             assert isinstance(end, Failed) and end.code == "state_not_stored", end
             assert os.strerror(number) in end.message and stays in end.message
     assert [path.name for path in files(tmp_path)] == before, "nothing is left over"
-    assert listed(talk) == ["s"] and talk.engine._keeper.states.files == 1
+    assert listed(talk) == ["s"] and talk.engine._cache.states.files == 1
     assert text(talk.run(b"", 1, state="s")) == b"g"
     later = restarted(talk, tmp_path)
     assert listed(later) == ["s"] and text(later.run(b"", 1, state="s")) == b"g"
@@ -143,7 +143,7 @@ def test_a_disk_with_room_again_stores_the_next_turn(tmp_path: Path) -> None:
         turn(talk, b"")
     end = talk.run(b"", 2, state="s", keep=KeepState(id="s"))
     assert text(end) == b"jk" and stored(end) is True
-    assert talk.engine._keeper.states.files == len(files(tmp_path)) == 1
+    assert talk.engine._cache.states.files == len(files(tmp_path)) == 1
     assert text(restarted(talk, tmp_path).run(b"", 1, state="s")) == b"l"
 
 
@@ -163,8 +163,8 @@ def test_calls_that_keep_fail_and_change_nothing(tmp_path: Path) -> None:
         brief = talk.ask("import", content=content, brief=True)
         assert brief.failed is None and text(talk.run(b"", 1, state=brief.states[0].id)) == b"u"
         assert talk.code("delete", id=brief.states[0].id) == "ok"
-    keeper = talk.engine._keeper
-    assert not keeper.states.locks._reserved and not keeper.states._new_of
+    manager = talk.engine._cache
+    assert not manager.states.locks._reserved and not manager.states._new_of
     assert listed(restarted(talk, tmp_path)) == ["s", "t"]
     assert talk.code("move", id="s", target="t") == "ok"
 
@@ -175,7 +175,7 @@ def test_rows_of_states_that_were_not_stored_come_free(tmp_path: Path) -> None:
         for number in range(20):
             end = talk.run(bytes([97 + number]), 0, keep=KeepState(id=f"s{number}", must_last=True))
             assert code(end) == "state_not_stored"
-    assert talk.engine._keeper.tiers._requiring_rows.total == 0
+    assert talk.engine._cache.tiers._requiring_rows.total == 0
     assert stored(talk.run(b"a", 0, keep=MUST)) is True
 
 
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_removed_is_told(tmp_path: Path) -> None:
     assert failed is not None and failed.code == "state_not_stored"
     assert "Read-only file system" in failed.message
     assert listed(talk) == ["s"] and text(talk.run(b"", 1, state="s")) == b"g", "it is there still"
-    assert talk.engine._keeper.states.files == 1
+    assert talk.engine._cache.states.files == 1
     assert listed(restarted(talk, tmp_path)) == ["s"]
 
 
@@ -203,14 +203,14 @@ def test_who_could_not_delete_a_state_can_try_again(tmp_path: Path) -> None:
         assert code(talk.run(b"k", keep=KeepState(id="s", must_last=True))) == "state_not_stored"
         assert listed(talk) == ["s"]
     assert talk.code("delete", id="s") == "ok"
-    assert files(tmp_path) == [] and talk.engine._keeper.states.files == 0
-    assert not talk.engine._keeper.states.locks._reserved
-    assert talk.engine._keeper.tiers._requiring_rows.total == 0
+    assert files(tmp_path) == [] and talk.engine._cache.states.files == 0
+    assert not talk.engine._cache.states.locks._reserved
+    assert talk.engine._cache.tiers._requiring_rows.total == 0
     assert stored(talk.run(b"k", keep=MUST)) is True
 
 
 def test_what_a_folder_may_hold_is_a_bound_that_is_told(tmp_path: Path) -> None:
-    most = Talk().engine._keeper.config.layout.most_bytes
+    most = Talk().engine._cache.config.layout.most_bytes
     talk = Talk(state_folder=str(tmp_path), disk_state_bytes=most)
     assert stored(talk.run(b"abc", keep=MUST)) is True
     assert stored(talk.run(b"abc", keep=MUST)) is True, "it takes its own place"
@@ -386,7 +386,7 @@ def test_who_waits_for_a_disk_that_hangs_is_told_once(
     talk.finish()
     assert talk.ends == {}, "a second terminal event"
     assert [state.stored for state in talk.ask("list").states] == [True, True]
-    assert not talk.engine._keeper.states.waiters
+    assert not talk.engine._cache.states.waiters
 
 
 def test_an_import_that_waits_is_answered_at_the_end(
@@ -432,7 +432,7 @@ def test_an_engine_that_could_not_write_is_not_thrown_back_by_the_file(tmp_path:
         assert old.ask("list").states[0].tokens == 12
     assert new.ask("get", id="s").states[0].tokens == 9
     new.engine.close()
-    old.engine._keeper.states._asked = 0.0
+    old.engine._cache.states._asked = 0.0
     old.step()
     assert old.ask("list").states[0].tokens == 12
     assert old.code("delete", id="s") == "ok" and files(tmp_path) == []

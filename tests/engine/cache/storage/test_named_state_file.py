@@ -73,7 +73,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     talk = Talk(state_folder=str(folder))
     name = StateFileStore.name(MODEL, "", "s")
-    file_store = talk.engine._keeper.states._file_store
+    file_store = talk.engine._cache.states._file_store
     assert file_store is not None
     (folder / (name + file_store._temporary)).symlink_to(outside)
     (folder / name).symlink_to(outside)
@@ -102,7 +102,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_absurd_entries_are_not_taken_over(tmp_path: Path, field: str, value: str) -> None:
     talk = written(tmp_path)
     (path,) = files(tmp_path)
-    shape = talk.engine._keeper.config.layout
+    shape = talk.engine._cache.config.layout
     found = snapshot.read(path.read_bytes(), shape)
     found.extra[field] = value
     path.write_bytes(snapshot.write(found, shape))
@@ -145,10 +145,10 @@ def test_not_every_use_is_told_to_the_disk(tmp_path: Path) -> None:
     now = time.time()
     os.utime(path, (now - 90, now - 90))
     talk = after(talk, tmp_path)
-    file_store = talk.engine._keeper.states._file_store
+    file_store = talk.engine._cache.states._file_store
     assert file_store is not None
     assert talk.code("get", id="s") == "ok" and file_store.pending == 0
-    talk.engine._keeper.states._clock = lambda: now + 20
+    talk.engine._cache.states._clock = lambda: now + 20
     assert talk.code("get", id="s") == "ok" and file_store.pending == 1
     assert talk.code("get", id="s") == "ok" and file_store.pending == 1
     talk.engine.close()
@@ -190,9 +190,9 @@ def test_models_share_a_folder(tmp_path: Path) -> None:
 
 def out_of_rows(talk: Talk, id: str = "s") -> Any:
     """The kept state of a name, which lies in its files alone from now on."""
-    kept = talk.engine._keeper.states.get("", id).point.state
+    kept = talk.engine._cache.states.get("", id).point.state
     assert kept.written
-    talk.engine._keeper.tiers.free_row(kept)
+    talk.engine._cache.tiers.free_row(kept)
     assert not kept.has_row
     return kept
 
@@ -243,7 +243,7 @@ def test_another_names_file_is_as_good(tmp_path: Path, damage: str) -> None:
 def test_a_file_on_its_way_counts_as_none(tmp_path: Path) -> None:
     """While the only whole file goes, the state needs its row."""
     talk = written(tmp_path)
-    kept = talk.engine._keeper.states.get("", "s").point.state
+    kept = talk.engine._cache.states.get("", "s").point.state
     talk.engine.ask("c", StateCall(call=1, action="fork", id="s", target="t"))
     assert kept.written == {StateFileStore.name(MODEL, "", "s")}
     talk.engine.ask("c", StateCall(call=2, action="delete", id="s"))
@@ -267,9 +267,9 @@ def test_a_disk_that_is_full_counts_what_lies_there(
         talk.run(b"xyz", 0, keep=KeepState(id=id))
         talk.finish()
         talk.engine.close()
-    assert talk.engine._keeper.states.files == len(files(tmp_path)) == 1, "the former state's"
+    assert talk.engine._cache.states.files == len(files(tmp_path)) == 1, "the former state's"
     assert talk.code("delete", id="s") == "ok"
-    assert talk.engine._keeper.states.files == 0
+    assert talk.engine._cache.states.files == 0
     assert files(tmp_path) == []
 
 
@@ -298,7 +298,7 @@ def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
     for at in (tail - 100, tail):  # of the state; of its tail, the last token
         flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)
         assert [one.id for one in after(talk, tmp_path).ask("list").states] == ["s"]
-        kept = talk.engine._keeper.states.get("", "t").point.state
+        kept = talk.engine._cache.states.get("", "t").point.state
         kept.files = kept.written = {StateFileStore.name(MODEL, "", "t")}
         assert code(talk.run(b"", 1, state="t")) == "state_not_found"
         flipped(tmp_path / StateFileStore.name(MODEL, "", "t"), at)
