@@ -1,11 +1,15 @@
 """StepPlan: all that one round does, in plain integers.
 
-A round is what the engine asks of the device at once: one step, or several decode steps in a row.
-The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`, `after`, then
-`decode` and `exports`. Slots are rows of the state pool. Kept states live in further
-rows of the same pool, so that forking a state is a copy of one row, and in rows of main memory: a
-place is a row of the pool, or ~row of main memory, which is negative. What there is one of for each
-sequence is a msgspec.Struct, which is made several times faster than a frozen dataclass.
+A round is what the engine asks of the device at once: prompt chunks, and one decode step or several
+in a row. The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`,
+`after`, then `decode` and `exports`.
+
+Slots are rows of the state pool. Cached and named states have further rows of the same pool, so
+that forking a state is a copy of one row, or rows of main memory. A *place* is a row of the pool
+(0 or above), or `~row` of main memory (negative).
+
+What a plan has one of for each sequence is a msgspec.Struct, which is made several times faster
+than a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -26,20 +30,20 @@ MOST_STEPS = 32  # of a round
 
 
 class Admission(msgspec.Struct, frozen=True, gc=False):
-    """A request takes a slot. `source` is the place to start from, None for the initial state."""
+    """A request gets a slot, and starts from the state at `source`; None: the initial state."""
 
     request: Request
     key: int  # the engine's own number for the sequence, unique over all clients
     slot: int
     source: int | None
     cached_tokens: int  # tokens of the text that `source` has already read
-    # What is read, where that is not the request's prompt alone: it begins with the last tokens of
-    # the state that is gone on from, `before` tokens of which `source` has read.
+    # What is read, packed, where that is not the request's prompt alone: it begins with the last
+    # tokens of the text that is gone on from, of which `source` has read `before` tokens.
     text: bytes = b""
     before: int = 0
 
 
-INITIAL = -(2**62)  # a source: the initial state
+INITIAL = -(2**62)  # the place of the initial state, as the source of a Copy; no row is there
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
@@ -47,15 +51,14 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
     source: int
     target: int
-    # Of a copy after a step: the sequence whose chunk ends with the logits that are kept with the
-    # state. Copies between the places of kept states take them along; -1: there are none.
+    # Of a copy after a step: the sequence whose chunk's last logits are stored with the state; -1:
+    # none are. Copies between places of stored states take their logits along.
     key: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A state that comes from outside, packed as `Store` gives it, is put at a place; it may have
-    logits."""
+    """A state from outside, packed as `Store` gives it, with or without logits, goes to a place."""
 
     target: int
     state: bytes
@@ -63,8 +66,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The state at a place is fetched: fp32, cell [layers, inner] and then conv [layers, taps - 1,
-    d_model], as bytes; then, if asked for, the logits that are kept there."""
+    """The state at a place goes to the host, as bytes of fp32: cell [layers, inner], then conv
+    [layers, taps - 1, d_model], then, if asked for, the logits [vocab] that are stored with it."""
 
     ticket: int
     source: int
@@ -90,7 +93,7 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):
 
     key: int
     slot: int
-    # The last token drawn, to be read now; negative: what the same plan's chunk of this key draws.
+    # The last sampled token, to be read now; negative: the one of the same plan's chunk of this key.
     token: int
     position: int  # how many tokens have been drawn before the one that this step draws
 
@@ -122,7 +125,7 @@ class StepPlan:
     release: list[int] = field(default_factory=list)
     plain: bool = False
     greedy: bool = False  # `plain`, and every row draws the best token
-    adjusted: bool = False  # `plain`, and requests change the logits before (Adjustments)
+    adjusted: bool = False  # `plain`, and requests have logits processors
     top: int = -1  # `plain`: the most best tokens that are reported of one; -1: nothing is
     again: bool = False
     apart: bool = False
