@@ -93,7 +93,7 @@ class DecodeRow(msgspec.Struct, frozen=True, gc=False):
 
     key: int
     slot: int
-    # The last sampled token, to be read now; negative: the one of the same plan's chunk of this key.
+    # The last sampled token, to be read now; negative: that of this key's chunk in the same plan.
     token: int
     position: int  # how many tokens have been drawn before the one that this step draws
 
