@@ -25,7 +25,8 @@ from typing import Generic, TypeVar
 
 from engine.errors import QueueFull, ShareFull
 from engine.lazy_heap import LazyHeap
-from engine.protocol.queue_policy import QueueCounts, refusal
+from engine.protocol import queue_policy
+from engine.protocol.queue_policy import QueueCounts
 from engine.sequence import Sequence
 
 OTHERS_TURN = 8
@@ -39,10 +40,10 @@ T = TypeVar("T")
 
 
 class DepartureRate:
-    """How quickly requests leave the queue, as seen lately.
+    """The mean time between departures from the queue while somebody waits, as seen lately.
 
-    That is the mean time from one departure to the next, while there is a queue. Departures come in
-    bursts (a batch ends as one), so time and departures are summed apart; both fade.
+    Departures come in bursts (a batch ends as one), so time and departures are summed apart; both
+    sums decay with the time constant MEMORY_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class DepartureRate:
         self._noted_at = now
 
     def note(self, departures: int, now: float) -> None:
-        """So many left just now."""
+        """So many requests left the queue just now."""
         if departures == 0:
             return
         self._seconds, self._departures = self._faded(now)
@@ -64,7 +65,7 @@ class DepartureRate:
 
     @property
     def known(self) -> bool:
-        """There has been a departure."""
+        """Whether there has been a departure."""
         return self._departures > 0
 
     def at_rest(self) -> float:
@@ -72,8 +73,8 @@ class DepartureRate:
         return self._seconds / self._departures if self.known else 0.0
 
     def at(self, now: float) -> float:
-        """Seconds per departure, a standstill since the latest one included. Before the first one
-        that is how long it has been waited for."""
+        """Seconds per departure, the time since the latest one included. Before the first one, how
+        long it has been waited for."""
         seconds, departures = self._faded(now)
         if not self.known:
             return min(seconds, MOST_PACE_SECONDS)
@@ -86,9 +87,11 @@ class DepartureRate:
 
 
 class FifoByKey(Generic[T]):
-    """Items in the order of their arrival, by numbers that rise with it; they may leave, and come
-    back, in any. What comes, and what leaves, costs the same however many are here; only what comes
-    back costs O(log n)."""
+    """Items by number, the least first; numbers rise with the items' first arrival.
+
+    Items may leave, and come back, in any order. To arrive and to leave is O(1), to come back
+    O(log n).
+    """
 
     def __init__(self) -> None:
         self._items: OrderedDict[int, T] = OrderedDict()  # those that have not been away
@@ -100,7 +103,7 @@ class FifoByKey(Generic[T]):
         return len(self._items) + len(self._back)
 
     def add(self, number: int, item: T) -> None:
-        """Takes an item in, which is not in."""
+        """Adds an item whose number is not in."""
         if number > self._latest:
             self._items[number] = item
             self._latest = number
@@ -109,7 +112,7 @@ class FifoByKey(Generic[T]):
             heapq.heappush(self._numbers, number)
 
     def discard(self, number: int) -> None:
-        """Takes an item out, if it is in."""
+        """Removes an item, if it is in."""
         if self._items.pop(number, None) is None and self._back.pop(number, None) is not None:
             if len(self._numbers) > 2 * len(self._back) + FEW_LEFT:
                 self._numbers = sorted(self._back)  # which is a heap
@@ -245,17 +248,17 @@ class RequestQueue:
 
     @property
     def ready(self) -> int:
-        """How many wait for nothing but a slot."""
+        """How many requests wait for nothing but a slot: they are not held."""
         return self._queued.requests - len(self._held_on)
 
     @property
     def lasting(self) -> int:
-        """How many of these will decode, at least."""
+        """At least so many of the `ready` ones will decode, beyond their first tokens."""
         return max(0, self._lasting - len(self._held_on))
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all of them."""
+        """Prompt tokens of all requests that wait."""
         return self._queued.tokens
 
     def of(self, owner: str) -> tuple[int, int]:
@@ -276,14 +279,16 @@ class RequestQueue:
             return None
         own, own_tokens = self.of(owner)
         own = min(own, taken)
-        kind = refusal(taken=taken, own=own, more=1, most=self._most, owner=owner)
+        kind = queue_policy.refusal(taken=taken, own=own, more=1, most=self._most, owner=owner)
         if kind is not None:
             reason = _is_waiting("requests", len(self), own, kind)
             return self._refuse(kind, reason, now)
         tokens, most = self.tokens, self._most_tokens
         if not tokens:  # the first that waits may have any length
             return None
-        kind = refusal(taken=tokens, own=own_tokens, more=prompt_tokens, most=most, owner=owner)
+        kind = queue_policy.refusal(
+            taken=tokens, own=own_tokens, more=prompt_tokens, most=most, owner=owner
+        )
         if kind is None:
             return None
         return self._refuse(kind, _is_waiting("prompt tokens", tokens, own_tokens, kind), now)
