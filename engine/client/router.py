@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from engine.client.client import EngineClient
@@ -76,7 +76,7 @@ class EngineRouter(EngineBackend):
         """
         now = time.monotonic()
         self._back_at = dict(enumerate([now + wait for wait in waits]))  # by rank
-        self._ids = itertools.count() if before is None else before._ids
+        self._ids: Iterator[int] = itertools.count() if before is None else before._ids
         self._affinity: PrefixAffinity[EngineClient] = (
             PrefixAffinity() if before is None else before._affinity
         )
@@ -181,7 +181,7 @@ class EngineRouter(EngineBackend):
             raise self.missing("the engine that keeps this state", [rank])
         return client
 
-    def _ready_clients(self) -> list[EngineClient]:
+    def _ready_clients(self) -> Sequence[EngineClient]:
         """Who can be asked; where nobody can, those who can say why."""
         return [client for client in self.clients if client.state == "ready"] or self.clients
 
