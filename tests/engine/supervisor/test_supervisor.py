@@ -37,6 +37,7 @@ from engine.supervisor.control_messages import (
     Welcome,
 )
 from engine.supervisor.supervisor import Supervisor, SupervisorConfig
+from engine.supervisor.supervisor_client import NoEngine, SupervisorClient
 from tests.engine.fake import FakeRunner
 
 
@@ -430,3 +431,38 @@ async def test_one_that_ends_again_and_again_does_not_end_a_steady_one(
     await asyncio.wait_for(processes.finish(0), 60)
     await asyncio.wait_for(keeping, 60)
     await supervisor.close()
+
+
+async def test_calls_bring_back_values_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.supervisor.api_registry.COLLECT_SECONDS", 0.2)
+    async with supervising(monkeypatch) as (engines, _):
+        mine, theirs = memory_pipe()
+        client = SupervisorClient(mine)
+        await client.start(lambda: b"mine")
+        name = engines.supervisor.join(theirs)
+        with pytest.raises(EngineLoading, match="no engine serves"):
+            await client.reload("two")
+        assert await engines.supervisor.api_processes.answers(name, 10)
+        other = engines.join()
+        told(other)
+        other.send(Call(7, "gather", own=b"theirs"))
+        assert (await other.receive()) == Reply(7, samples=[b"mine"])
+        assert await client.gather(b"mine too") == [b"theirs"]  # it does not answer, but has told
+        told(other)  # the call that it has not answered
+        other.send(Call(8, "collect"))
+        assert (await other.receive()).error.code == EngineError.code
+        await client.close()
+
+
+async def test_a_call_that_is_open_when_the_other_end_goes_ends_with_it() -> None:
+    mine, theirs = memory_pipe()
+    client = SupervisorClient(mine)
+    await client.start()
+    waiting = [asyncio.create_task(client.reload("two")), asyncio.create_task(client.gather(b""))]
+    assert {(await theirs.receive()).method for _ in waiting} == {"reload", "gather"}
+    theirs.close()
+    for task in waiting:
+        with pytest.raises(EngineDead, match="the supervising process has ended"):
+            await task
+    assert isinstance(await client.next(), NoEngine)
+    await client.close()
