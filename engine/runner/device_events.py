@@ -9,14 +9,14 @@ import torch
 
 
 class EventPool:
-    """Of what is given to the stream that is the device's current one now. To ask for it again at
-    each mark takes longer than the mark."""
+    """Makes events on the stream that is the device's current one now. To ask for that again for
+    each event takes longer than the event."""
 
     def __init__(self, where: torch.device) -> None:
         self._stream = torch.cuda.current_stream(where) if where.type == "cuda" else None
 
-    def set(self) -> DeviceEvent:
-        """A moment after all that the device was given so far."""
+    def record(self) -> DeviceEvent:
+        """The moment after all that the device was given so far."""
         return DeviceEvent(self._stream)
 
 
@@ -31,16 +31,17 @@ class DeviceEvent:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
-        """Until the device has passed it."""
+        """Returns when the device has passed it. Raises torch.AcceleratorError."""
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def is_passed(self) -> bool:
-        """Whether it need not be waited for."""
+        """Whether it need not be waited for. Raises torch.AcceleratorError."""
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: DeviceEvent) -> float:
+        """From this event to a later one; the device has passed both."""
         if self._event is not None and later._event is not None:
             milliseconds: float = self._event.elapsed_time(later._event)
             return milliseconds / 1000

@@ -301,7 +301,7 @@ class ModelRunner:
         self._copier.carry_out(plan.before)
         self._copier.begin(plan.admit)
         self._admit(plan.admit)
-        begin = self._events.set()
+        begin = self._events.record()
         hidden, logits, sample_steps = self._read(plan)
         if plan.after:
             self._copier.keep(plan.after, _rows_by_key(plan), logits)
@@ -316,16 +316,16 @@ class ModelRunner:
             )
         run, rows = None, rows_of(plan)
         guided = False
-        middle = self._events.set() if plan.prefill else begin
+        middle = self._events.record() if plan.prefill else begin
         if plan.plain:
             run = self._batch.start(plan, sample_steps)
         elif not sample_steps and (steps := self._guided.sample(plan, rows, logits)):
             sample_steps, guided = steps, True
-        end = self._events.set()
+        end = self._events.record()
         exports = self._copier.export(plan.exports)
         results = _fetch(sample_steps, scores, exports)
         # An event takes the device a microsecond.
-        done = self._events.set() if results.any else end
+        done = self._events.record() if results.any else end
         return Pending(plan, results, rows.keys, guided, run, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:
