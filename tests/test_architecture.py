@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.cache.tiered_store import CachedState
+
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_FREE = [
     "service.app.app",
@@ -107,6 +109,17 @@ def test_the_scheduler_knows_the_cache_by_two_names() -> None:
                 seen.update(f"{node.module}.{alias.name}" for alias in node.names)
         others = {name for name in seen if f"{name}.".startswith("engine.cache.")} - allowed
         assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_only_the_tiered_store_writes_a_cached_state() -> None:
+    fields, others = set(CachedState.__struct_fields__), {"pending.digest", "sequence.position"}
+    for path in _sources("engine/cache"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)):
+                continue
+            written = ast.unparse(node)
+            if node.attr in fields and ast.unparse(node.value) != "self" and written not in others:
+                assert path.name == "tiered_store.py", f"{path.relative_to(ROOT)} writes {written}"
 
 
 def test_engine_knows_no_http_and_no_text() -> None:

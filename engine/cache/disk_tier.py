@@ -73,7 +73,7 @@ class DiskTier:
         self._sizes: dict[CachedState, int] = {}  # of files, in bytes
         self._order: FairLru[CachedState] = FairLru()  # of them
         self.bytes = 0
-        self.write_errors = 0  # files that could not be written
+        self.errors = 0  # files that could not be written or removed
         self._is_mine = False  # no older engine uses the folder any more
         self._left: list[str] = []  # files still to be taken over, the latest first
         if self._file_store is not None:
@@ -114,8 +114,8 @@ class DiskTier:
         most = LENGTH_BYTES + MAX_HEADER_BYTES + state.position * ID_BYTES
         most += self._layout.bytes + 4 * self._layout.vocab_size
         self._order.touch(state)
-        parse, delete = partial(self._parse, state.has_logits), self._file_store.delete
-        self._transfer.load_from(self._file_store, state, most, parse, delete)
+        parse = partial(self._parse, state.has_logits)
+        self._transfer.load_from(self._file_store, state, most, parse, self._delete)
 
     def _parse(self, with_logits: bool, content: bytes) -> bytes:
         found = prefix_file.parse(content, self._variant, self._layout)
@@ -155,7 +155,7 @@ class DiskTier:
     def _on_written(self, state: CachedState, name: str, result: Result) -> None:
         self._writing.discard(state)
         if not isinstance(result, bytes):
-            self.write_errors += 1
+            self.errors += 1
             self._tiers.remove_file(state, name)
         elif name in state.files:
             self._tiers.mark_written(state, name)
@@ -185,8 +185,14 @@ class DiskTier:
         self._order.discard(state)
         for name in list(state.files):
             self._tiers.remove_file(state, name)
-            if self._file_store is not None:
-                self._file_store.delete(name)
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        if self._file_store is not None:
+            self._file_store.delete(name, self._on_deleted)
+
+    def _on_deleted(self, result: Result) -> None:
+        self.errors += not isinstance(result, bytes)
 
     def _name(self, head: Head) -> str:
         digest = hashlib.blake2b(head.text, digest_size=24).hexdigest()
@@ -227,7 +233,7 @@ class DiskTier:
             return
         except StateMalformed as error:
             log.warning("%s: not taken over: %s", name, error.message)
-            file_store.delete(name)  # nobody can want it
+            self._delete(name)  # nobody can want it
             return
         read_tokens = len(head.text) // ID_BYTES
         state = CachedState(read_tokens, head.owner, head.with_logits, files={name}, written={name})
@@ -235,4 +241,4 @@ class DiskTier:
         if there is state:
             self._count(state, head.bytes)
         elif name not in there.files:
-            file_store.delete(name)  # the text has been read again meanwhile
+            self._delete(name)  # the text has been read again meanwhile

@@ -444,7 +444,7 @@ class StateCacheManager:
     @property
     def has_store_errors(self) -> bool:
         """`take_counts` will tell of states that could not be stored."""
-        return self.states.store_errors > 0 or self.disk.write_errors > 0
+        return self.states.store_errors > 0 or self.disk.errors > 0
 
     def take_counts(self) -> dict[str, Any]:
         """Fields of Stats: what happened since the last call."""
@@ -452,8 +452,8 @@ class StateCacheManager:
             "prefix_hits": self._hits,
             "prefix_misses": dict(self._misses),
             "evictions": dict(self.tiers.evictions),
-            "store_errors": self.states.store_errors + self.disk.write_errors,
+            "store_errors": self.states.store_errors + self.disk.errors,
         }
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
-        self.states.store_errors = self.disk.write_errors = 0
+        self.states.store_errors = self.disk.errors = 0
         return counts

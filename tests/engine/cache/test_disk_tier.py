@@ -246,6 +246,35 @@ def test_writes_are_few_under_a_load_of_new_prompts(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 1
 
 
+def test_what_cannot_be_written_is_counted_and_served_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes, sync: bool = False) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    talk = start(tmp_path)
+    cache, told = talk.engine._keeper, 0
+    take_counts = cache.take_counts
+
+    def counted() -> dict[str, Any]:
+        nonlocal told
+        counts = take_counts()
+        told += counts["store_errors"]
+        return counts
+
+    monkeypatch.setattr(cache, "take_counts", counted)
+    monkeypatch.setattr(file_store, "_write_new", full)
+    for number in range(3):
+        cached(talk, prompt(number))
+        settle(talk)
+    assert cached(talk, prompt(2)) == 300
+    assert told > 0 and files(tmp_path) == [] and cache.disk.bytes == 0
+    monkeypatch.undo()
+    cached(talk, prompt(4))
+    settle(talk)
+    assert len(files(tmp_path)) > 0
+
+
 def test_a_failed_round_costs_no_file(tmp_path: Path) -> None:
     talk = start(tmp_path, share_slots=1)
     for number in range(12):

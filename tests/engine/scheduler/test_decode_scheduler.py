@@ -125,12 +125,12 @@ def test_every_life_keeps_the_promises(
         hand_over(batch, sequence)
 
     def saving(cache: PrefixCache, sequence: Sequence) -> None:
-        save_answer(cache, sequence)
+        copy_answer(cache, sequence)
         if sequence.key in cache._answers:
             saved.add(sequence.key)
 
     saved: set[int] = set()
-    hand_over, save_answer = DecodeBatch.hand_over, PrefixCache.copy_answer
+    hand_over, copy_answer = DecodeBatch.hand_over, PrefixCache.copy_answer
     monkeypatch.setattr(DecodeBatch, "hand_over", handing_over)
     monkeypatch.setattr(PrefixCache, "copy_answer", saving)
     monkeypatch.setattr(StrictRunner, "_carry_out", counting)
