@@ -1,7 +1,7 @@
 """RadixTree: texts of token ids as a radix tree, whose edges are packed runs that are compared as
 bytes.
 
-A node ends where texts part or where something is kept of the text up to there. Nodes that stand
+A node ends where texts part or where there is a value for the text up to there. Nodes that stand
 for neither go, so the tree is as large as the texts that it tells apart.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class RadixNode(Generic[T]):
-    """The text from the root to here, of `length` tokens; `value` is what is kept of it."""
+    """The text from the root to here, of `length` tokens; `value` is what is known of it."""
 
     __slots__ = ("children", "length", "parent", "reader", "run", "tree", "value")
 

@@ -40,8 +40,8 @@ _NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `Cached
 # Of states that only the prefix cache pins, those that leave the device for the sake of others,
 # for main memory or, without that, for good: so many for each plan, but a few plans' at once, which
 # takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
-# than they may save; and one that would only take the place of another, as good as it, is not kept
-# at all.
+# than they may save; and one that would only take the place of another, as good as it, is not
+# stored at all.
 MOVED_PER_PLAN = 4
 MOVED_AT_ONCE = 16
 
@@ -158,7 +158,7 @@ class TieredStateStore:
             self._free(place)
 
     def take_moves(self) -> list[Copy | Load]:
-        """Returns the moves that the next plan has to begin with, in order, and forgets them."""
+        """Returns the moves that the next plan has to begin with, in order; they are planned no more then."""
         moves, self._moves = self._moves, []
         return moves
 
@@ -233,7 +233,7 @@ class TieredStateStore:
         committed = state.group is self._on_host or state.group is self._fixed
         if committed and self._device.count and state.place not in self._busy:
             self._busy.add(state.place)  # it must not become the room for what makes room
-            row = self._device_row(for_cache=True)  # forgets nothing for that
+            row = self._device_row(for_cache=True)  # evicts nothing for that
             self._busy.discard(state.place)
             if row is not None:
                 self._move(state, row)

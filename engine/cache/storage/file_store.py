@@ -1,4 +1,4 @@
-"""StateFileStore: a folder with files of kept states, written and read by a thread.
+"""StateFileStore: a folder with files of states, written and read by a thread.
 
 A file is written under another name first and then renamed, so what lies there under its name is
 whole, and a write that fails leaves what was there. That outlasts this process; with `sync`, what

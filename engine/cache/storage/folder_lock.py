@@ -1,4 +1,4 @@
-"""FolderLock: whether other engines use a folder of kept states too, and who changes which file.
+"""FolderLock: whether other engines use a folder of states too, and who changes which file.
 
 A reload starts an engine beside the one that serves, and both use the folder until the old one has
 finished what it has. Its locks are bytes of one file that has none: byte 0, which every engine

@@ -1,7 +1,7 @@
 """A cached state as one safetensors file: the text that it stands after, and the state.
 
 Tensors: `text` I32 [n], which comes first, so that a start reads no more than that; `state` F32,
-cell and conv as in a pool's row; `logits` F32 [vocab] where they are kept. Metadata: `format`;
+cell and conv as in a pool's row; `logits` F32 [vocab] where there are some. Metadata: `format`;
 `variant` of the model, within which states have the same bits; `owner` and `salt`, to whom the text
 is known; checksums of the text, with all that the metadata says, and of the rest.
 

@@ -1,4 +1,4 @@
-"""A kept state as one safetensors file; nothing in it is ever unpickled or trusted.
+"""A named state as one safetensors file; nothing in it is ever unpickled or trusted.
 
 Tensors: `cell` F32 [layers, inner]; `conv` F32 [layers, taps - 1, d_model] where the model has
 convolutions; `tail` I32 [n], the last tokens of the text, 1 to MOST_TAIL of them. The state is the

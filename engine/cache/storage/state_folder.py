@@ -28,7 +28,7 @@ def open_file_store(
     folder: Path, model: str, variant: str, home: StatePlacement, sync: bool = False
 ) -> StateFileStore:
     """The engine's own part of a state folder, with all files that belong there: of the model's
-    kept states, and of cached ones of this variant of it. `sync` as of a StateFileStore. Raises
+    named states, and of cached ones of this variant of it. `sync` as of a StateFileStore. Raises
     ConfigError where it cannot be used."""
     mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
     file_store = StateFileStore(mine, model, sync)

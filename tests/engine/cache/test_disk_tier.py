@@ -253,7 +253,7 @@ def test_what_cannot_be_written_is_counted_and_served_from_memory(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     talk = start(tmp_path)
-    cache, told = talk.engine._keeper, 0
+    cache, told = talk.engine._cache, 0
     take_counts = cache.take_counts
 
     def counted() -> dict[str, Any]:
