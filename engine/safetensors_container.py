@@ -58,15 +58,16 @@ def serialize(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, *(tensor.data for tensor in tensors)))
 
 
-def parse_header(content: bytes) -> Header:
-    """Parses the header of a container, of which `content` is the beginning or all.
+def parse_header(content: bytes, what: str = "the file") -> Header:
+    """Parses the header of a container, of which `content` is the beginning or all; errors call it
+    `what`.
 
     The header's length is checked before it is parsed: at most MAX_HEADER_BYTES, and within
     `content`. Raises StateMalformed, also for a name that stands twice and for metadata that is
     not all strings.
     """
     if len(content) < LENGTH_BYTES:
-        raise StateMalformed(f"the file has {len(content)} bytes, which is no safetensors file")
+        raise StateMalformed(f"{what} has {len(content)} bytes, which is no safetensors file")
     (length,) = _LENGTH.unpack_from(content)
     if not 2 <= length <= min(MAX_HEADER_BYTES, len(content) - LENGTH_BYTES):
         raise StateMalformed(

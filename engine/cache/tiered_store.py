@@ -158,7 +158,7 @@ class TieredStateStore:
             self._free(place)
 
     def take_moves(self) -> list[Copy | Load]:
-        """Returns the moves that the next plan has to begin with, in order; they are planned no more then."""
+        """Returns the moves that the next plan has to begin with, in order; once."""
         moves, self._moves = self._moves, []
         return moves
 

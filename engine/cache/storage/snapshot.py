@@ -119,7 +119,7 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
             f"the snapshot has {len(content)} bytes; those of this model have at most "
             f"{shape.most_bytes}"
         )
-    found = parse_header(content)
+    found = parse_header(content, "the snapshot")
     header, metadata, start = found.tensors, found.metadata, found.data_start
     if any(len(value) > MOST_EXTRA for value in metadata.values()):
         raise StateMalformed(
