@@ -77,17 +77,6 @@ class StateCacheManager:
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
-    @classmethod
-    def in_memory(
-        cls, device_rows: int, first_row: int, with_whole_chunks: bool = False
-    ) -> StateCacheManager:
-        """A cache of rows of the device alone."""
-        return cls(
-            CacheConfig(
-                device_rows=device_rows, first_row=first_row, with_whole_chunks=with_whole_chunks
-            )
-        )
-
     # Steps.
 
     def begin_plan(self) -> None:

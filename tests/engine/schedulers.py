@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.cache.cache_config import CacheConfig
 from engine.cache.state_manager import StateCacheManager
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -20,5 +21,7 @@ def make_scheduler(
         "max_step_tokens": 512,
         "max_waiting": 100,
     }
-    cache = StateCacheManager.in_memory(share_slots, slots, with_whole_chunks)
-    return Scheduler(SchedulerConfig(slots=slots, **(options | config)), cache)
+    cache = CacheConfig(
+        device_rows=share_slots, first_row=slots, with_whole_chunks=with_whole_chunks
+    )
+    return Scheduler(SchedulerConfig(slots=slots, **(options | config)), StateCacheManager(cache))
