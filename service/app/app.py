@@ -135,11 +135,11 @@ def create_app(
             allow_headers=["*"],  # clients add their own; a page has to know a key to send it
             expose_headers=["retry-after", "x-request-id"],
         )
-    account = partial(
+    accounting = partial(
         RequestAccounting, metrics=lifecycle.metrics, log=log, template_of=app.template_of
     )
-    app.refusals = account(send_refusal)
-    app.add_middleware(account)
+    app.refusals = accounting(send_refusal)
+    app.add_middleware(accounting)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
         app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=trusted)  # spans tell them

@@ -14,7 +14,7 @@ from service.http.errors import forget, unexpected
 from service.http.scope import (
     ARRIVED,
     ERROR_CODE,
-    FLIGHT,
+    INFERENCE,
     KEY_NAME,
     OUTCOME,
     REFUSAL,
@@ -98,7 +98,7 @@ class RequestAccounting:
         self.metrics.http_request(method, path, status, outcome, seconds, error)
         if not self.log.on:
             return
-        flight: InferenceRequest | None = scope.get(FLIGHT)
+        inference: InferenceRequest | None = scope.get(INFERENCE)
         self.log.add(
             Exchange(
                 time=timestamp(),
@@ -108,8 +108,8 @@ class RequestAccounting:
                 status=status,
                 outcome=outcome,
                 seconds=round(seconds, 6),
-                tokens_in=flight.tokens_in if flight else None,
-                tokens_out=flight.tokens_out if flight else None,
+                tokens_in=inference.tokens_in if inference else None,
+                tokens_out=inference.tokens_out if inference else None,
                 key=scope.get(KEY_NAME),
                 peer=scope["client"][0] if REFUSAL in scope and scope["client"] else None,
             )

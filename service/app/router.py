@@ -18,13 +18,13 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from engine.errors import EngineError
 from service.http.connection import FIRST, connect
 from service.http.errors import ApiError, forget, from_engine, respond
-from service.http.scope import CONNECTION, FLIGHT, RUNTIME
+from service.http.scope import CONNECTION, INFERENCE, RUNTIME
 from service.http.slashes import SlashRoute, plain
 from service.http.uvicorn_protocol import send_refusal
 from service.routes.base import JsonRoute
 from service.settings import TRUSTED_PROXIES
 
-BROUGHT = (CONNECTION, FLIGHT, RUNTIME)
+BROUGHT = (CONNECTION, INFERENCE, RUNTIME)
 
 
 class FastRouter(FastAPI):

@@ -64,7 +64,7 @@ _default_lines = _DefaultLines()
 
 
 class Writer:
-    """Writes the rest of a stream that has begun."""
+    """Writes the rest of a chunked response whose head has been sent, past `send`."""
 
     __slots__ = ("_connection", "_cycle", "_flow", "_write")
 
@@ -75,24 +75,27 @@ class Writer:
         self._write = cycle.transport.write
 
     def is_open(self) -> bool:
-        """False where a part would have to wait for the client, or is pointless: `send` then knows
-        what to do. Within a turn of the event loop nothing but a write changes that."""
+        """Whether a part can be written now.
+
+        False where it would have to wait for the client, or is pointless: `send` then knows what to
+        do. Within one iteration of the event loop nothing but a write changes that.
+        """
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, data: bytes) -> None:
-        """The next part."""
+        """Writes the next part of the body; b"" writes nothing."""
         if data:  # as _chunk, which every delivery to a stream would call
             self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self, data: bytes) -> None:
-        """The last part."""
+        """Writes the last part of the body and ends the response."""
         self._write(_chunk(data) + LAST_CHUNK)
         self._connection.end()
 
 
 class Connection:
-    """A request's part in the connection that it came by."""
+    """What one request can do with the connection that it came by. Made by `connect`."""
 
     __slots__ = ("_cycle", "_protocol", "_send")
 
@@ -104,8 +107,12 @@ class Connection:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """The server's own, which takes FIRST too. What wraps it looks at the start of a stream
-        only, so that the rest can go straight to it."""
+        """ASGI's `send` of the server, which takes a message with FIRST too.
+
+        What wraps it looks at the start of a response only, so that the rest can go straight here.
+        Waits for a client that reads slowly; does nothing once the client has left. Raises
+        ValueError for a header with a line break and a body that is not as long as announced.
+        """
         if FIRST not in message:
             return await self._send(message)
         cycle = self._cycle
@@ -147,7 +154,7 @@ class Connection:
             self.end()
 
     def end(self) -> None:
-        """The whole answer has been written."""
+        """Ends the response, of which everything has been written."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -157,18 +164,20 @@ class Connection:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """That it runs on. To ask Python 3.11 for it takes a system call."""
+        """The event loop of the connection. To ask Python 3.11 for it takes a system call."""
         loop: asyncio.AbstractEventLoop = self._protocol.loop
         return loop
 
     @property
     def has_body(self) -> bool:
-        """The request's body has come whole, so that reading it will not wait."""
+        """Whether the request's body has come whole, so that reading it will not wait."""
         return not self._cycle.more_body
 
     def watch(self, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """`on_lost` is called if the client leaves (soon, where it has) before what this returns
-        is. The body has been read."""
+        """Has `on_lost` called when the client leaves; soon, where it has left already.
+
+        Returns the function that ends the watch. The body must have been read.
+        """
 
         def lost() -> None:
             # uvicorn tells it to the latest request of the connection alone.
@@ -183,8 +192,10 @@ class Connection:
         return partial(self._unwatch, lost)
 
     def watch_unread(self, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """As `watch`, where more of the body may be to come: `receive` tells of the client's end
-        then too."""
+        """Watches as `watch` does, where more of the body may be to come.
+
+        `receive` tells of the client's end then too.
+        """
 
         def lost() -> None:
             self._cycle.disconnected = True  # as in `watch`
@@ -197,8 +208,11 @@ class Connection:
         return partial(self._unwatch, lost)
 
     def await_end(self) -> Callable[[], None]:
-        """While the rest of the body is left to the kernel: until what this returns is called, the
-        connection is cut when the client has sent its last, even if that has not been read."""
+        """Cuts the connection when the client has sent its last, even if that has not been read.
+
+        For the time in which the rest of the body is left to the kernel. Returns the function that
+        ends the watch.
+        """
         transport = self._cycle.transport
         return _Ends(self.loop, transport.get_extra_info("socket"), transport.abort).close
 
@@ -208,7 +222,7 @@ class Connection:
             self._protocol.on_lost = None
 
     def writer(self) -> Writer | None:
-        """Of a stream whose head has been sent. None where only `send` can."""
+        """The Writer of a response whose head has been sent; None where only `send` can write."""
         cycle = self._cycle
         if not cycle.chunked_encoding:
             return None

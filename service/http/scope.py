@@ -11,7 +11,7 @@ ARRIVED = "minserve.arrived"  # by time.perf_counter
 KEY_NAME = "minserve.key_name"  # of the key that the client showed, where one is asked for
 LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key may ask for
 RUNTIME = "minserve.runtime"  # service.inference.runtime.Runtime that the request began with
-FLIGHT = "minserve.flight"  # the InferenceRequest of a request for the model
+INFERENCE = "minserve.inference"  # the InferenceRequest of a request for the model
 ERROR_CODE = "minserve.error_code"  # of the error that the client got
 # service.http.uvicorn_protocol.HttpProtocol, until the request is taken on
 PROTOCOL = "minserve.protocol"

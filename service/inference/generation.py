@@ -1,4 +1,4 @@
-"""Generation: prompts in, answers out, gathered or streamed. Both generating endpoints use it."""
+"""Generation: prompts in, texts out, gathered or streamed. All generating endpoints use it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from service.text.stop import StopStrings
 
 logger = logging.getLogger(__name__)
 
-RUN_ON = 2**16  # tokens that an answer may have until its end is found here
+RUN_ON = 2**16  # tokens that a text may have until its end is found here
 MOST_TOKENS = 2**31 - 1  # that a request may ask for
 
 
@@ -46,7 +46,8 @@ class GenerationTask(msgspec.Struct, frozen=True):
     use: StateUse = NO_STATES
     grammar_field: str | None = None  # by which the client asked for the grammar
 
-    def answer(self, runtime: Runtime) -> OutputText:
+    def output(self, runtime: Runtime) -> OutputText:
+        """A new OutputText of this task, by the tokenizer of the runtime's model."""
         return OutputText(
             runtime.tokenizer,
             self.prompt,
@@ -61,9 +62,12 @@ class GenerationTask(msgspec.Struct, frozen=True):
 
     @property
     def _runs_on(self) -> bool:
-        """Whether the engine leaves the answer's end to us. It runs ahead of us: had it ended the
-        answer, and kept its state, before a stop string is found, the state would have read that
-        too. (What a grammar or min_tokens say of the end only the engine can know.)"""
+        """Whether the text's end is found here and not by the engine.
+
+        The engine runs ahead: had it ended the text, and kept its state, before a stop string is
+        found, the state would have read that too. (What a grammar or min_tokens say of the end only
+        the engine can know.)
+        """
         params = self.params
         ruled = params.grammar is not None or params.min_tokens > 0
         return self.use.keep is not None and self.stop is not None and not ruled
@@ -76,26 +80,30 @@ class GenerationTask(msgspec.Struct, frozen=True):
 
     @property
     def scored(self) -> int:
-        """Tokens of the prompt that have log-probabilities."""
+        """How many tokens of the prompt have log-probabilities, where they are asked for."""
         return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(
-        self, flight: InferenceRequest, *, stream: bool, junctions: tuple[int, ...] = ()
+        self, inference: InferenceRequest, *, stream: bool, junctions: tuple[int, ...] = ()
     ) -> None:
-        """`junctions`: lengths of the prompt at which others of the same batch part from it."""
+        """Submits the task as one engine request of `inference`, which has admitted it.
+
+        `stream`: tokens are wanted as they come. `junctions`: lengths of the prompt, in tokens, at
+        which others of the same batch part from it. Raises EngineUnavailable, Draining.
+        """
         params, run_on = self.params, 0
         if self._runs_on:
             run_on = min(RUN_ON, MOST_TOKENS - params.max_tokens)
             params = msgspec.structs.replace(
                 params, max_tokens=params.max_tokens + run_on, ignore_eos=True, stop_token_ids=()
             )
-        flight.submit(
+        inference.submit(
             self.packed,
             interval=self.interval if stream else 1,
             grammar_field=self.grammar_field,
             sampling=params,
             run_on=run_on,
-            # Without stop strings nobody looks at the tokens of an answer that is not streamed.
+            # Without stop strings nobody looks at the tokens of a text that is not streamed.
             stream=stream or self.stop is not None,
             score=self.score_top is not None and self.scored > 0,
             score_from=self.use.first_scored,
@@ -113,12 +121,12 @@ class GenerationTask(msgspec.Struct, frozen=True):
 
 
 class Outcome:
-    """What came of a task: the answer, or the error."""
+    """What came of a task: the text, or the error."""
 
-    __slots__ = ("_texts", "_wants_pieces", "answer", "error", "tokens", "told")
+    __slots__ = ("_texts", "_wants_pieces", "error", "output", "tokens", "told")
 
-    def __init__(self, answer: OutputText, wants_pieces: bool) -> None:
-        self.answer = answer
+    def __init__(self, output: OutputText, wants_pieces: bool) -> None:
+        self.output = output
         self.error: Exception | None = None
         self.tokens: list[int] = []
         self.told: Whole | list[Piece] = []  # its pieces, where log-probabilities are asked for
@@ -127,40 +135,41 @@ class Outcome:
 
     @property
     def text(self) -> str:
+        """What has come so far, as one string."""
         return "".join(self._texts)
 
     @property
     def pieces(self) -> list[Piece]:
-        """What is told, one by one."""
+        """The pieces one by one; empty where log-probabilities are not asked for."""
         return self.told.pieces() if isinstance(self.told, Whole) else self.told
 
     def take(self, update: Update) -> None:
         """Adds what has come."""
         if self._wants_pieces:
-            if (whole := self.answer.take_whole(update)) is not None:
+            if (whole := self.output.take_whole(update)) is not None:
                 self.told, self.tokens, self._texts = whole, whole.tokens, whole.texts
                 return
             if update.finished is not None and update.finished.reports is not None:
                 update.logprobs = update.finished.logprobs
-            pieces = self.answer.take(update)
+            pieces = self.output.take(update)
             assert isinstance(self.told, list)  # no more comes after what came whole
             self.told += pieces
             self.tokens += [piece.token for piece in pieces if piece.token is not None]
             self._texts += [piece.text for piece in pieces]
         else:
-            text, tokens = self.answer.take_text(update)
+            text, tokens = self.output.take_text(update)
             self._texts.append(text)
             self.tokens += tokens
 
 
 async def gather(
-    runtime: Runtime, flight: InferenceRequest, tasks: list[GenerationTask]
+    runtime: Runtime, inference: InferenceRequest, tasks: list[GenerationTask]
 ) -> list[Outcome]:
     """The outcome of every task. Raises the error where no task was served."""
-    outcomes = [Outcome(task.answer(runtime), task.params.logprobs is not None) for task in tasks]
+    outcomes = [Outcome(task.output(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
-    _submit(flight, tasks, stream=False)
-    while batch := await flight.next_arrivals():
+    _submit(inference, tasks, stream=False)
+    while batch := await inference.next_arrivals():
         for which, came in batch:
             outcome = outcomes[which]
             if outcome.error is not None:
@@ -169,16 +178,16 @@ async def gather(
                 outcome.error = came
             else:
                 try:
-                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole answer may come at once
+                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole text may come at once
                         await asyncio.to_thread(outcome.take, came)
                     else:
                         outcome.take(came)
-                    _stop(flight, which, outcome.answer, came)
+                    _stop(inference, which, outcome.output, came)
                     continue
-                except Exception as error:  # of this answer alone
+                except Exception as error:  # of this text alone
                     logger.exception("an answer could not be read")
                     outcome.error = error
-                    flight.drop(which)
+                    inference.drop(which)
             failed += 1
             if failed == len(tasks) or ends_all(outcome.error):
                 raise outcome.error
@@ -215,25 +224,25 @@ RenderPieces = Callable[[int, OutputText, list[Piece]], bytes | Coroutine[Any, A
 
 
 class TaskRenderer:
-    """A task's Voice in a stream (service.inference.sse)."""
+    """Renders the events of one task in a stream: an EventRenderer (service.inference.sse)."""
 
     __slots__ = (
-        "_flight", "_interval", "_plain", "_render_pieces", "_template", "_template_of", "_which",
-        "answer",
+        "_inference", "_interval", "_plain", "_render_pieces", "_template", "_template_of",
+        "_which", "output",
     )  # fmt: skip
 
     def __init__(
         self,
         runtime: Runtime,
-        flight: InferenceRequest,
+        inference: InferenceRequest,
         which: int,
         task: GenerationTask,
         render_pieces: RenderPieces,
         template_of: Callable[[int], Template | None],
     ) -> None:
-        """`which` of the flight's requests the task is."""
-        self.answer = task.answer(runtime)
-        self._flight = flight
+        """`which` of the engine requests of `inference` the task is."""
+        self.output = task.output(runtime)
+        self._inference = inference
         self._which = which
         self._interval = task.interval
         # Log-probabilities are rendered for each token.
@@ -254,15 +263,15 @@ class TaskRenderer:
                 if update.finished is None:
                     return begun
                 update.tokens = update.tokens[len(tokens) :]
-        answer = self.answer
-        pieces = answer.take(update)
-        _stop(self._flight, self._which, answer, update)
-        rendered = self._render_pieces(self._which, answer, pieces)
+        output = self.output
+        pieces = output.take(update)
+        _stop(self._inference, self._which, output, update)
+        rendered = self._render_pieces(self._which, output, pieces)
         return begun + rendered if isinstance(rendered, bytes) else _joined(begun, rendered)
 
     def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
         template = self._template or self._find_template()
-        if template is None or not self.answer.take_plain(tokens):
+        if template is None or not self.output.take_plain(tokens):
             return None
         return template.events(tokens, self._interval)
 
@@ -278,39 +287,46 @@ async def _joined(begun: bytes, rendered: Coroutine[Any, Any, bytes]) -> bytes:
 
 def stream(
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     tasks: list[GenerationTask],
     render_pieces: RenderPieces,
     render_error: Callable[[int, Exception], bytes],
     last: Callable[[list[OutputText]], bytes],
     template_of: Callable[[int], Template | None],
 ) -> EventSource:
-    """Chunks of events. `template_of` gives the template of all of a task's plain tokens to come,
-    where their events have one already. Raises EngineUnavailable, Draining; later errors as
-    `streaming.Chunks`."""
-    voices = [
-        TaskRenderer(runtime, flight, which, task, render_pieces, template_of)
+    """Submits the tasks and returns the source of their events.
+
+    `render_pieces` and `render_error` give the events of a task, by its position, `last` those
+    before [DONE]. `template_of` gives the template of all of a task's plain tokens to come, where
+    their events have one already. Raises EngineUnavailable, Draining; later errors come from the
+    source.
+    """
+    renderers = [
+        TaskRenderer(runtime, inference, which, task, render_pieces, template_of)
         for which, task in enumerate(tasks)
     ]
-    _submit(flight, tasks, stream=True)
+    _submit(inference, tasks, stream=True)
     return EventSource(
-        flight, voices, render_error, lambda: last([voice.answer for voice in voices])
+        inference,
+        renderers,
+        render_error,
+        lambda: last([renderer.output for renderer in renderers]),
     )
 
 
-def _submit(flight: InferenceRequest, tasks: list[GenerationTask], *, stream: bool) -> None:
+def _submit(inference: InferenceRequest, tasks: list[GenerationTask], *, stream: bool) -> None:
     """All of them, or none: then raises EngineError."""
-    flight.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
-    flight.check_kept([task.use.source for task in tasks if task.use.source])
+    inference.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
+    inference.check_kept([task.use.source for task in tasks if task.use.source])
     points: Points = {}
     if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
         points = shared_prefixes((task.use.company, task.packed) for task in tasks)
     for task in tasks:
         found = points.get((task.use.company, task.packed), ()) if points else ()
-        task.submit(flight, stream=stream, junctions=found)
+        task.submit(inference, stream=stream, junctions=found)
 
 
-def _stop(flight: InferenceRequest, which: int, answer: OutputText, update: Update) -> None:
-    """Tells the engine where a stop string ended the answer that took the update."""
-    if answer.stopped and update.finished is None:
-        flight.stop(which, answer.kept_tokens())
+def _stop(inference: InferenceRequest, which: int, output: OutputText, update: Update) -> None:
+    """Tells the engine where a stop string ended the text that took the update."""
+    if output.stopped and update.finished is None:
+        inference.stop(which, output.kept_tokens())

@@ -1,5 +1,9 @@
 """InferenceRequest: one HTTP request for the model, from its arrival to its last byte, and what it
-asks of the engine. Whatever ends the HTTP request ends its engine requests too."""
+asks of the engine. Whatever ends the HTTP request ends its engine requests too.
+
+A prompt, each sample of it and each continuation is one engine request. `which` is the position of
+one among those of the HTTP request, in the order in which they were submitted.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from service.inference.admission_control import AdmissionControl
 from service.observability.metrics import Metrics
 from service.observability.traces import Trace
 
-# What a request brought: its position among the flight's requests, and an update or its failure.
+# What a request brought: its position among the engine requests, and an update or its failure.
 Arrival = tuple[int, Update | EngineError]
 
 # Gives the events of plain tokens; None, and takes nothing, where they are not plain.
@@ -69,32 +73,38 @@ class RequestsInFlight(set["InferenceRequest"]):
 
 
 class InferenceRequest:
-    """A context manager; on leaving it, requests that have not ended are aborted."""
+    """A context manager; on leaving it, engine requests that have not ended are aborted.
+
+    Used on one event loop.
+    """
 
     def __init__(
         self,
         backend: EngineBackend,
         metrics: Metrics,
-        places: AdmissionControl,
-        aloft: RequestsInFlight,
+        admission: AdmissionControl,
+        in_flight: RequestsInFlight,
         arrived: float,
         owner: str,
         least_priority: int,
     ) -> None:
-        """`aloft` holds the flights under way; the request's headers came at `arrived`, by
-        time.perf_counter; what it shares, it shares with requests of the same `owner`, whose
-        priorities begin at `least_priority`."""
+        """Made by `Runtime.begin`.
+
+        `in_flight` holds all that have not ended. The request's headers came at `arrived`, in
+        seconds by time.perf_counter. Prefix cache and states are shared with requests of the same
+        `owner` (the name of the API key, or ""), whose priorities begin at `least_priority`.
+        """
         self._backend = backend
         self._metrics = metrics
-        self._places = places
-        self._reserved = 0  # places that are not used yet
-        self._aloft = aloft
+        self._admission = admission
+        self._reserved = 0  # engine requests that are admitted and not submitted yet
+        self._in_flight = in_flight
         self._open: set[int] = set()  # ids of requests that have not ended
         self.keep_field: str | None = None  # by which the client asked for a state to be kept
         self._borrowed: list[str] = []  # ids of states that are there for this request alone
         self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
         self._inbox = StreamInbox(backend.ready_streams)
-        self._deliveries: list[RequestStream] = []
+        self._streams: list[RequestStream] = []
         self._unread = 0  # requests whose end nobody has read
         self._latest: list[float | None] = []  # when tokens of each came last
         self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
@@ -110,25 +120,29 @@ class InferenceRequest:
         self.tokens_out = 0  # that it generated
 
     def __enter__(self) -> InferenceRequest:
-        self._aloft.add(self)
+        self._in_flight.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._aloft.leave(self)
+        self._in_flight.leave(self)
         if self._reserved:
             self._release(self._reserved)
         self._leave()
         self._open.clear()
         self._inbox.close()
         if self._borrowed:
-            self._aloft.follow_up(self._give_back())
+            self._in_flight.follow_up(self._give_back())
 
     def keeps_apart(self, id: str, other: str) -> bool:
-        """As `EngineBackend.keeps_apart`, of this request's owner."""
+        """Whether two of this owner's states are on different engines, as EngineBackend has it."""
         return self._backend.keeps_apart(self.owner, id, other)
 
     async def ask_state(self, action: StateAction, **fields: Any) -> StateReply:
-        """As `EngineBackend.ask_state`, of the states of this request's owner."""
+        """Asks the engine about the states of this request's owner; returns its reply.
+
+        `fields` as of `EngineBackend.ask_state`. Raises what that raises (StateError and its kinds,
+        EngineUnavailable), with the names that clients know parameters by.
+        """
         try:
             return await self._backend.ask_state(
                 action, timeout=ASK_SECONDS, owner=self.owner, **fields
@@ -139,7 +153,7 @@ class InferenceRequest:
             raise
 
     def borrow(self, id: str) -> None:
-        """The state `id` is deleted when this is over."""
+        """Has the state `id` deleted when the request is over."""
         self._borrowed.append(id)
 
     async def _give_back(self) -> None:
@@ -156,37 +170,45 @@ class InferenceRequest:
         def note(client: EngineClient, before: int) -> None:
             released(since, client.event_messages - before)
 
-        for delivery in self._deliveries:
-            if delivery.id in self._open:
-                client = self._backend.client_of(delivery.id)
-                delivery.on_finish = partial(note, client, client.event_messages)
+        for stream in self._streams:
+            if stream.id in self._open:
+                client = self._backend.client_of(stream.id)
+                stream.on_finish = partial(note, client, client.event_messages)
         self.abort()
 
     def check_room(self) -> None:
-        """Raises QueueFull where not even one request finds room."""
-        self._places.check(1, self.owner)
+        """Raises QueueFull where the queue has no room for a single engine request just now."""
+        self._admission.check(1, self.owner)
 
     def check_tokens(self, tokens: int, requests: int) -> None:
-        """Raises QueueFull where requests of so many prompt tokens are too many just now; they are
-        submitted right after, or not at all."""
-        self._places.check_tokens(tokens, requests, self.owner)
+        """Raises QueueFull where `tokens` prompt tokens in `requests` engine requests are too many
+        just now, and ApiError 400 where they would be for an empty queue.
+
+        They are submitted right after, or not at all.
+        """
+        self._admission.check_tokens(tokens, requests, self.owner)
 
     def check_kept(self, ids: Sequence[str]) -> None:
-        """Raises ApiError 400 where so many requests go on from kept states, of these ids, that the
-        engine that keeps them cannot hold them all."""
+        """Raises ApiError 400 where more engine requests resume states of one engine, of these ids,
+        than that engine can hold."""
         if len(ids) > 1:
-            self._places.check_kept(self._backend.most_of_one(self.owner, ids), self.owner)
+            self._admission.check_kept(self._backend.most_of_one(self.owner, ids), self.owner)
 
     def reserve(self, requests: int) -> None:
-        """Speaks for the places of so many requests. Raises QueueFull, or ApiError 400 for more
-        than the engine can hold."""
-        self._places.reserve(requests, self.owner)
+        """Admits so many engine requests: their room in the queue is theirs until they are
+        submitted or the request ends.
+
+        Raises QueueFull, and ApiError 400 for more than the engines could ever hold.
+        """
+        self._admission.reserve(requests, self.owner)
         self._reserved += requests
 
     @contextmanager
     def lending(self, part: InferenceRequest) -> Iterator[None]:
-        """Lends a reserved place to a flight of the same owner, for one request of its. It comes
-        back afterwards, whoever asks for places meanwhile."""
+        """Lends one of the admitted engine requests to `part`, of the same owner.
+
+        It is admitted again at the context's end, whatever else has come meanwhile.
+        """
         self._reserved -= 1
         part._reserved += 1
         try:
@@ -195,12 +217,12 @@ class InferenceRequest:
             if part._reserved:
                 part._reserved -= 1
             else:
-                self._places.retake(1, self.owner)
+                self._admission.retake(1, self.owner)
             self._reserved += 1
 
     def _release(self, requests: int) -> None:
         self._reserved -= requests
-        self._places.release(requests, self.owner)
+        self._admission.release(requests, self.owner)
 
     def submit(
         self,
@@ -210,10 +232,17 @@ class InferenceRequest:
         grammar_field: str | None = None,
         **fields: Any,
     ) -> None:
-        """Makes a request, for which a place is reserved: `prompt` packed, `interval` as of a
-        RequestStream, `timeout` in seconds from the arrival, `grammar_field` that by which the
-        client asked for its grammar, `fields` the others of requests.Request but `owner`. Raises
-        EngineUnavailable, Draining."""
+        """Submits an engine request, which has been admitted by `reserve`.
+
+        Args:
+            prompt: Token ids as `token_ids.pack_ids` packs them.
+            timeout: Seconds from the HTTP request's arrival until it ends with what it has.
+            interval: Tokens that a delivery of the stream gathers, as of a RequestStream.
+            grammar_field: The parameter by which the client asked for its grammar, for errors.
+            fields: Others of requests.Request, but `id` and `owner`.
+
+        Raises EngineUnavailable, and Draining after `cut`.
+        """
         if self._cut:
             raise Draining("the server shut down before the request was read")
         self._before_engine = time.perf_counter() - self._arrived
@@ -224,8 +253,8 @@ class InferenceRequest:
             timeout=max(timeout - self._before_engine, LEAST_TIMEOUT),
             **fields,
         )
-        place = len(self._deliveries)
-        self._deliveries.append(self._backend.submit(request, interval, self._inbox, place))
+        which = len(self._streams)
+        self._streams.append(self._backend.submit(request, interval, self._inbox, which))
         self._unread += 1
         self._latest.append(None)
         self._chosen.append(request.keep is not None and bool(request.keep.id))
@@ -238,88 +267,97 @@ class InferenceRequest:
         self._open.add(request.id)
 
     def abort(self) -> None:
-        """Ends all requests early."""
+        """Aborts all engine requests that have not ended."""
         if self._open:
             self._backend.abort(sorted(self._open), "abort")
 
     def stop(self, which: int, kept: int | None) -> None:
-        """Ends the request at this position, which a stop string ended; `kept` of its answer's
-        tokens stand in the state that it leaves, where it leaves one."""
-        request = self._deliveries[which].id
+        """Ends one engine request with the reason "stop", as a stop string has ended its text.
+
+        `kept`: how many of its generated tokens stand in the state that it leaves; None where it
+        leaves none. Does nothing once it has ended.
+        """
+        request = self._streams[which].id
         if request in self._open:
             reason: FinishReason = "stop"
             self._backend.abort([request], reason, [] if kept is None else [kept])
 
     def drop(self, which: int) -> None:
-        """Ends the request at this position, whose answer cannot be told."""
-        request = self._deliveries[which].id
+        """Aborts one engine request, whose output cannot be rendered."""
+        request = self._streams[which].id
         if request in self._open:
             self._backend.abort([request], "abort")
 
     def end_if_behind(self, most: int) -> None:
-        """Ends a stream of which more than `most` tokens and alternatives wait for its reader; what
-        waits is still sent, and then an error."""
+        """Ends a stream of which more than `most` tokens and alternatives wait for its reader.
+
+        What waits is still sent, and then the error ReaderBehind.
+        """
         if not self.awaits_reader:
             return
-        unread = sum(delivery.unread for delivery in self._deliveries)
+        unread = sum(stream.unread for stream in self._streams)
         if unread <= most:
             return
         error = ReaderBehind(
             f"the stream is read more slowly than it is written: {unread} tokens and alternatives "
             f"wait, and at most {most} may; read faster, or ask for fewer tokens or alternatives"
         )
-        for delivery in self._deliveries:
-            if delivery.id in self._open:
-                self._backend.give_up(delivery.id, error)
+        for stream in self._streams:
+            if stream.id in self._open:
+                self._backend.give_up(stream.id, error)
 
     @property
     def is_over(self) -> bool:
-        """All that it has asked has come."""
+        """Every engine request has ended, and its end has been read."""
         return not self._open
 
     @property
     def is_cut(self) -> bool:
-        """It makes no more requests."""
+        """Whether `cut` was called: it submits nothing more."""
         return self._cut
 
     def cut(self) -> None:
-        """Ends all requests with what they have, and makes no more."""
+        """Ends all engine requests with what they have; nothing more is submitted."""
         self._cut = True
         self.abort()
 
-    def tap(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
-        """From now on tokens that come while `next_arrivals` waits, and come alone, are
-        rendered and written at once where their request's one of `renders` has something for them.
-        All else comes by `next_arrivals`."""
+    def write_through(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
+        """Has plain tokens rendered and written as they come, while `next_arrivals` waits.
+
+        `renders` has a function for each engine request, by `which`. Tokens that come with anything
+        else, and those for which it gives None, come by `next_arrivals` as before.
+        """
         self._inbox.tap = _FastPath(self, renders, writer).take
 
     async def next_arrivals(self) -> list[Arrival]:
-        """What arrives next, several requests' updates at once where they came together; none
-        where every request has ended. What comes of a request before it is looked at again is
-        merged into one update."""
+        """Waits for what arrives next; empty where every engine request has ended.
+
+        Updates that came together are returned together, one for each engine request: what has come
+        of one since it was last read is merged. A failed one brings its EngineError, once.
+        """
         batch: list[Arrival] = []
         while self._unread and not batch:
             news = await self._inbox.next()
             now = time.perf_counter()
-            for delivery in news:
-                update = delivery.take()
+            for stream in news:
+                update = stream.take()
                 finished = update.finished
                 if finished is not None and finished.answer:  # gathered in the engine
                     self.tokens_out += len(update.tokens)
                     self._metrics.gathered(finished, self._before_engine)
                 elif update.tokens:
-                    self.observe(len(update.tokens), delivery.which, now)
+                    self.observe(len(update.tokens), stream.which, now)
                 if update.tokens or update.scores or finished is not None:
-                    batch.append((delivery.which, update))
+                    batch.append((stream.which, update))
                 if finished is not None:
-                    self._open.discard(delivery.id)
+                    self._open.discard(stream.id)
                     if self.trace is not None:
                         self.trace.ended(finished)
                     self._unread -= 1
-                elif delivery.error is not None and not delivery.tokens:
-                    self._open.discard(delivery.id)
+                elif stream.error is not None and not stream.tokens:
+                    self._open.discard(stream.id)
                     self._unread -= 1
-                    batch.append((delivery.which, self._named(delivery.error, delivery.which)))
+                    batch.append((stream.which, self._named(stream.error, stream.which)))
         return batch
 
     def _named(self, error: EngineError, which: int) -> EngineError:
@@ -332,7 +370,8 @@ class InferenceRequest:
         return error
 
     def observe(self, count: int, which: int, now: float) -> None:
-        """Times so many tokens of a request, which came just now."""
+        """Counts and times `count` tokens of one engine request that came at `now`, in seconds by
+        time.perf_counter."""
         self.tokens_out += count
         last = self._latest[which]
         if last is None:
@@ -343,14 +382,14 @@ class InferenceRequest:
 
 
 class _FastPath:
-    """A flight's. What it knows is let go of with the inbox's tap."""
+    """Renders and writes plain tokens of one request as they come, past `next_arrivals`."""
 
-    __slots__ = ("_flight", "_renders", "_writer")
+    __slots__ = ("_inference", "_renders", "_writer")
 
     def __init__(
-        self, flight: InferenceRequest, renders: Sequence[RenderTokens], writer: Writer
+        self, inference: InferenceRequest, renders: Sequence[RenderTokens], writer: Writer
     ) -> None:
-        self._flight = flight
+        self._inference = inference
         self._renders = renders
         self._writer = writer
 
@@ -359,22 +398,22 @@ class _FastPath:
         writer = self._writer
         if not writer.is_open():
             return news
-        renders, observe, now = self._renders, self._flight.observe, time.perf_counter()
+        renders, observe, now = self._renders, self._inference.observe, time.perf_counter()
         left, rendered = [], []
-        for delivery in news:
-            tokens = delivery.tokens
+        for stream in news:
+            tokens = stream.tokens
             events = None
-            if tokens and delivery.only_tokens:
+            if tokens and stream.only_tokens:
                 try:
-                    events = renders[delivery.which](tokens)
+                    events = renders[stream.which](tokens)
                 except Exception:  # it ends this answer alone, where it is raised again
                     events = None
             if events is None:
-                left.append(delivery)
+                left.append(stream)
                 continue
             rendered.append(events)
-            observe(len(tokens), delivery.which, now)
-            delivery.clear_tokens()
+            observe(len(tokens), stream.which, now)
+            stream.clear_tokens()
         if rendered:
             writer.write(b"".join(rendered))
         return left

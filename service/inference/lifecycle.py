@@ -34,8 +34,11 @@ UNREAD_SECONDS = 0.25  # between looks at what streams' readers are behind by
 
 
 class Lifecycle:
-    """`on_failure` is called once when the model cannot be loaded or there is no engine any more;
-    `on_stop` when a supervisor ends this process, with whether at once."""
+    """The state of one API process, and the runtimes that serve or finish what they have.
+
+    `on_failure` is called once when the model cannot be loaded or there is no engine any more;
+    `on_stop` when a supervisor ends this process, with whether at once.
+    """
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Lifecycle:
 
     @property
     def state(self) -> Literal["loading", "ready", "restarting", "draining", "failed"]:
+        """Which of the module's states this is."""
         if self.failure is not None:
             return "failed"
         if self.draining:
@@ -72,7 +76,7 @@ class Lifecycle:
         return "loading" if self.current is None else "ready"
 
     def check_ready(self) -> None:
-        """Raises the error that says why no request can be taken now."""
+        """Raises EngineDead, Draining or EngineLoading where no request can be taken now."""
         if self.failure is not None:
             raise EngineDead(self.failure.message)
         if self.draining:
@@ -87,23 +91,23 @@ class Lifecycle:
 
     @property
     def runtime(self) -> Runtime:
-        """Of new requests. Raises EngineLoading."""
+        """The runtime of new requests. Raises EngineLoading where there is none yet."""
         if self.current is None:
             raise EngineLoading("the model is still loading")
         return self.current
 
     def most_snapshot_bytes(self) -> int:
-        """What a file may have that is a state of the present model."""
+        """The most bytes that a snapshot of the present model may have."""
         state = 0 if self.current is None else self.current.info.state_bytes
         return state + SNAPSHOT_REST
 
     @property
-    def flights(self) -> set[InferenceRequest]:
+    def requests(self) -> set[InferenceRequest]:
         """Every HTTP request for a model that has not ended."""
-        return set().union(*(runtime.flights for runtime in self._generations))
+        return set().union(*(runtime.requests for runtime in self._generations))
 
     def load(self) -> Stats:
-        """Of all engines that this process has to do with, together."""
+        """The load of all engines that this process uses, added up."""
         known = [client.stats for client in self._clients() if client.state == "ready"]
         if len(known) == 1:
             return known[0].load()
@@ -120,8 +124,11 @@ class Lifecycle:
         )
 
     async def exposition(self) -> bytes:
-        """Prometheus' text of all processes of this server. Raises EngineUnavailable where they
-        cannot be asked: a part of the counts would read as a reset of them all."""
+        """Prometheus' text of all processes of this server, in UTF-8.
+
+        Raises EngineUnavailable where they cannot be asked: a part of the counts would read as a
+        reset of them all.
+        """
         snapshot = self.metrics.snapshot()
         return snapshot.render(await self.engines.gather(snapshot.pack()))
 
@@ -131,8 +138,10 @@ class Lifecycle:
             await self.current.backend.ping(self.settings.ping_timeout)
 
     async def live(self) -> None:
-        """Follows what happens to the engines, until there is none any more or this is
-        cancelled."""
+        """Follows what happens to the engines until there is none any more, or until cancelled.
+
+        Raises nothing: a failure is kept in `failure` and told to `on_failure`.
+        """
         try:
             await self.engines.start(lambda: self.metrics.snapshot().pack())
             while self.failure is None:
@@ -152,20 +161,25 @@ class Lifecycle:
             self._fail(EngineDead(f"unexpected error while loading: {error}"))
 
     async def end_those_behind(self) -> None:
-        """Ends streams whose readers are too slow, until this is cancelled: nothing holds the
-        engine back, so what waits for them would take memory without bound."""
+        """Ends streams whose readers are too slow, until cancelled.
+
+        Nothing holds the engine back, so what waits for them would take memory without bound.
+        """
         while True:
             await asyncio.sleep(UNREAD_SECONDS)
             self._end_behind()
 
     def _end_behind(self) -> None:
         # Not in the loop above, which would hold the last one while it sleeps.
-        for flight in self.flights:
-            flight.end_if_behind(self.settings.max_unread)
+        for inference in self.requests:
+            inference.end_if_behind(self.settings.max_unread)
 
     async def drain(self, timeout: float) -> None:
-        """Takes nothing new and returns when everything in flight has ended, which after `timeout`
-        seconds is made to end with what it has. A request is in flight from its arrival on."""
+        """Takes no new requests and returns when everything in flight has ended.
+
+        After `timeout` seconds what is left is made to end with what it has. A request is in flight
+        from its arrival on.
+        """
         self.draining = True
         self.engines.hold()
         with suppress(TimeoutError):
@@ -175,16 +189,16 @@ class Lifecycle:
 
     async def _all_ended(self) -> None:
         """Returns when nothing is in flight, whichever runtime it began with."""
-        while busy := [one for one in self._generations if not one.flights.all_ended]:
-            await busy[0].flights.ended()
+        while busy := [one for one in self._generations if not one.requests.all_ended]:
+            await busy[0].requests.ended()
 
     def cut(self) -> None:
         """Ends everything in flight with what it has."""
-        for flight in self.flights:
-            flight.cut()
+        for inference in self.requests:
+            inference.cut()
 
     async def close(self) -> None:
-        """Leaves all engines."""
+        """Leaves all engines; whatever is still under way is abandoned."""
         for task in list(self._tasks):
             task.cancel()
         await self.engines.close()
@@ -242,7 +256,7 @@ class Lifecycle:
 
     async def _retire(self, runtime: Runtime) -> None:
         """Gives engines up when nothing is in flight there any more."""
-        await runtime.flights.ended()
+        await runtime.requests.ended()
         await self._leave(self._generations.pop(runtime))
 
     async def _leave(self, generations: Iterable[int]) -> None:

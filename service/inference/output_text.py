@@ -23,20 +23,20 @@ from service.text.tokenizer import Tokenizer
 
 
 class Piece(msgspec.Struct, gc=False):
-    """What one token adds to an answer; `token` is None for text without one (held-back text
-    whose end has come)."""
+    """What one token adds to a text; `token` is None for text without one (held-back text whose end
+    has come)."""
 
     text: str
     offset: int  # characters of the text before this token
-    count: int  # tokens of the answer up to this piece
+    count: int  # generated tokens up to this piece
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None  # on the last piece
 
 
 class Whole(NamedTuple):
-    """The pieces of an answer that came whole, with log-probabilities: as columns, since most who
-    ask for these want columns."""
+    """The pieces of a text that came whole, with log-probabilities: as columns, since most who ask
+    for these want columns."""
 
     tokens: list[int]
     texts: list[str]
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """Where an answer ends that the engine is not to end by itself."""
+    """Where a text ends that the engine is not to end by itself."""
 
     most: int  # tokens
     stop_ids: frozenset[int]  # tokens that end it and are no part of it
@@ -89,7 +89,11 @@ class _KeptPart:
 
 
 class OutputText:
-    """What has been generated for one prompt. Without a tokenizer all text is empty."""
+    """What has been generated for one prompt. Without a tokenizer all text is empty.
+
+    Each update of the engine is taken once, by one of the `take` methods, in order. `finish_reason`
+    is None until the text has ended.
+    """
 
     def __init__(
         self,
@@ -103,13 +107,22 @@ class OutputText:
         keeps: bool = False,
         rule: EndRule | None = None,
     ) -> None:
-        """`ends`: tokens that end the text although the engine takes them for others. They belong
-        to the answer, have no text, and make its finish_reason "stop"; they come last, for the
-        engine is asked for one token only. `before`: the last tokens of the state that the prompt
-        is read after. `begins`: where none of these tokens has a text, one begins with the answer,
-        before which tokenizers may take a space off. With `keeps` a state is kept of what the
-        answer says, and its end waits for that; so that the state has read no more, an answer with
-        stop strings has a `rule`."""
+        """The text before its first token.
+
+        Args:
+            tokenizer: The model's, or None.
+            prompt: Token ids that the text continues.
+            stop: Stop strings; the text ends before the first that it would hold.
+            ends: Tokens that end the text although the engine takes them for others. They count as
+                generated, have no text, and make the finish_reason "stop". They come last, for the
+                engine is asked for one token only.
+            before: The last tokens of the state that the prompt is read after.
+            begins: Where neither `before` nor the prompt has a text, the text begins with the
+                first token, before which tokenizers may take a space off.
+            keeps: A state is kept at the text's end, and the end is given once it is.
+            rule: Where the text ends, if the engine is not to end it: with `keeps` and `stop`, so
+                that the state has read no more than the text.
+        """
         self._ends = ends
         self._ended = False  # by one of them
         self._tokenizer = tokenizer
@@ -127,7 +140,7 @@ class OutputText:
         self._kept = _KeptPart() if keeps and stop else None
         self._rule = rule
         self._over: FinishReason | None = None  # by the rule or a stop string
-        self._awaits_state = False  # the answer is at its end, but for what is kept of it
+        self._awaits_state = False  # the text has ended, but for the state that is kept
         self._keeps = keeps
         # What may have to be kept in part is counted in `take`.
         in_part = bool(ends) or rule is not None or self._kept is not None
@@ -144,11 +157,14 @@ class OutputText:
 
     @property
     def stopped(self) -> bool:
-        """A stop string or the rule has ended the answer; the engine may not know it yet."""
+        """Whether a stop string or the rule has ended the text; the engine may not know it yet."""
         return self._over is not None
 
     def take(self, update: Update) -> list[Piece]:
-        """The pieces of an update. What comes after the answer's end is dropped."""
+        """Takes an update; returns its pieces, one for each token.
+
+        What comes after the text's end is dropped. The last piece has the finish_reason.
+        """
         self._known = None
         self.scores += update.scores
         self.finished = update.finished or self.finished
@@ -192,7 +208,7 @@ class OutputText:
         return pieces
 
     def _take_each(self, update: Update) -> list[Piece]:
-        """The pieces up to where the answer ends."""
+        """The pieces up to where the text ends."""
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
             if self._rule is not None and token in self._rule.stop_ids:
@@ -231,8 +247,11 @@ class OutputText:
         return self._stop is not None and self._stop.stopped
 
     def take_whole(self, update: Update) -> Whole | None:
-        """As `take`, of an answer that comes at once, with log-probabilities, if the engine alone
-        says how it ends; else takes nothing."""
+        """Takes an update that is the whole text, with log-probabilities; returns it as columns.
+
+        Returns None, and takes nothing, where the update is not the whole, or not the engine alone
+        says how the text ends: then `take` is for it.
+        """
         plain, finished, tokens = self._takes_plain, update.finished, update.tokens
         if plain is None or finished is None or finished.reports is None or not tokens:
             return None
@@ -257,9 +276,12 @@ class OutputText:
         return Whole(tokens, texts, offsets, finished.reports)
 
     def take_plain(self, tokens: Sequence[int]) -> bool:
-        """Takes tokens whose texts are whole in themselves: none holds a part of a character, none
-        can belong to a stop string. Else takes nothing and returns False. For requests without
-        log-probabilities, whose pieces are all that such a token's text is."""
+        """Takes tokens whose texts are whole in themselves, and returns True.
+
+        Whole: none holds a part of a character, and none can belong to a stop string. Otherwise
+        takes nothing and returns False. For requests without log-probabilities, whose pieces are
+        nothing but the tokens' texts.
+        """
         known = self._known or self._find_known()
         if known is None or not (known.issuperset(tokens) or self._are_plain(tokens)):
             return False
@@ -269,7 +291,7 @@ class OutputText:
 
     def _find_known(self) -> set[int] | None:
         """`_known`, which may be empty; None where no token may be taken so, since something is
-        held back, the answer is over, or its tokens are counted one by one."""
+        held back, the text has ended, or its tokens are counted one by one."""
         plain, stop = self._takes_plain, self._stop
         if plain is not None and self.finish_reason is None and not self._holds:
             if stop is None:
@@ -285,7 +307,10 @@ class OutputText:
         return plain.has_all(tokens) if stop is None else stop.strings.all_clear(tokens, plain)
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
-        """As `take`, where nobody asks for pieces: the text and the tokens that an update adds."""
+        """Takes an update; returns the text and the token ids that it adds.
+
+        As `take`, where nobody asks for pieces.
+        """
         if self._stop is not None or self._ends or self.finish_reason is not None:
             pieces = self.take(update)
             tokens = [piece.token for piece in pieces if piece.token is not None]
@@ -325,7 +350,7 @@ class OutputText:
         return self._decoder.feed(tokens[0]) if len(tokens) == 1 else self._decoder.feed_all(tokens)
 
     def _end_kept(self, update: Update) -> list[Piece]:
-        """The last piece of an answer that is over, once its state is kept."""
+        """The last piece of a text that has ended, once its state is kept."""
         if update.finished is None:
             return []
         reason: FinishReason | None = "stop" if self._ended else self._over
@@ -334,9 +359,11 @@ class OutputText:
         return [Piece(text, self._decoded, self.completion_tokens, finish_reason=reason)]
 
     def kept_tokens(self) -> int | None:
-        """How many of the answer's tokens stand in the state that is kept, where it is over: those
-        that are whole before the stop string, or all that belong to it. None where no state is
-        kept."""
+        """How many generated tokens the kept state has to have read, once the text has ended.
+
+        Those that are whole before the stop string, or all. None where no state is kept, and where
+        there are no stop strings.
+        """
         if self._kept is None:
             return None
         return self._kept.tokens if self._cut else self.completion_tokens
@@ -349,11 +376,11 @@ class OutputText:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that were known; None where the engine has not told it yet."""
+        """Tokens of the prompt that were in the prefix cache; None until the engine has told."""
         return None if self.finished is None else self.finished.cached_tokens
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read and written."""
+        """OpenAI's `usage` object of this text alone."""
         return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
@@ -371,12 +398,12 @@ def usage(
     return told
 
 
-def total_usage(answers: Sequence[OutputText], draws: int = 1) -> dict[str, Any]:
+def total_usage(outputs: Sequence[OutputText], draws: int = 1) -> dict[str, Any]:
     """The `usage` object of `draws` samples of each prompt; a prompt counts once, as its first
     sample has read it."""
-    firsts = answers[::draws]
+    firsts = outputs[::draws]
     return usage(
-        sum(answer.prompt_tokens for answer in firsts),
-        sum(answer.completion_tokens for answer in answers),
-        sum(answer.cached_tokens or 0 for answer in firsts),
+        sum(output.prompt_tokens for output in firsts),
+        sum(output.completion_tokens for output in outputs),
+        sum(output.cached_tokens or 0 for output in firsts),
     )

@@ -40,8 +40,8 @@ class Runtime:
         self.parts = parts  # of the tokenizer's tokens, for events rendered ahead
         self.model_name = settings.model_name or info.name  # what clients call the model
         self.loaded_at = int(time.time())  # seconds since 1970
-        self.flights = RequestsInFlight()
-        self.places = AdmissionControl(
+        self.requests = RequestsInFlight()
+        self.admission = AdmissionControl(
             backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
         )
         self._metrics = metrics
@@ -70,17 +70,23 @@ class Runtime:
         """Whether they have an engine in common."""
         return not set(self.backend.clients).isdisjoint(backend.clients)
 
-    def flight(self, arrived: float, owner: str, least_priority: int) -> InferenceRequest:
+    def begin(self, arrived: float, owner: str, least_priority: int) -> InferenceRequest:
         """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
         the name of its key, which may ask for priorities from `least_priority` on."""
         return InferenceRequest(
-            self.backend, self._metrics, self.places, self.flights, arrived, owner, least_priority
+            self.backend,
+            self._metrics,
+            self.admission,
+            self.requests,
+            arrived,
+            owner,
+            least_priority,
         )
 
-    def flight_beside(self, flight: InferenceRequest) -> InferenceRequest:
+    def begin_beside(self, inference: InferenceRequest) -> InferenceRequest:
         """A further one of the same HTTP request, from now on."""
-        beside = self.flight(time.perf_counter(), flight.owner, flight.least_priority)
-        if flight.is_cut:
+        beside = self.begin(time.perf_counter(), inference.owner, inference.least_priority)
+        if inference.is_cut:
             beside.cut()
         return beside
 

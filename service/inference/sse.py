@@ -63,7 +63,7 @@ def render_each(
 
 
 class EventSource:
-    """The events of a flight of several requests, those that came together in one chunk.
+    """The events of several engine requests, those that came together in one chunk.
 
     A request that fails, or whose answer cannot be rendered, gets an event of its own
     (`render_error`) where others are served; where none is left to serve, its error ends the
@@ -71,21 +71,30 @@ class EventSource:
     """
 
     __slots__ = (
-        "_broken", "_error", "_failed", "_flight", "_held", "_last", "_render_error", "_renders",
-        "_served", "_voices", "over",
+        "_broken",
+        "_error",
+        "_failed",
+        "_held",
+        "_inference",
+        "_last",
+        "_render_error",
+        "_renderers",
+        "_renders",
+        "_served",
+        "over",
     )  # fmt: skip
 
     def __init__(
         self,
-        flight: InferenceRequest,
-        voices: Sequence[EventRenderer],
+        inference: InferenceRequest,
+        renderers: Sequence[EventRenderer],
         render_error: Callable[[int, Exception], bytes],
         last: Callable[[], bytes],
     ) -> None:
-        """`voices`: of each of its requests."""
-        self._flight = flight
-        self._voices = voices
-        self._renders = [voice.render_tokens for voice in voices]  # for a flight's tap
+        """`renderers`: one for each of its engine requests."""
+        self._inference = inference
+        self._renderers = renderers
+        self._renders = [renderer.render_tokens for renderer in renderers]  # for the fast path
         self._render_error = render_error
         self._last = last
         self._failed = 0
@@ -99,8 +108,8 @@ class EventSource:
         """The next one. Raises the error that ends the stream."""
         if self._error is not None:
             raise self._error
-        flight, voices = self._flight, self._voices
-        while batch := await flight.next_arrivals():
+        inference, renderers = self._inference, self._renderers
+        while batch := await inference.next_arrivals():
             chunk, begun = b"", self._served
             for which, came in batch:
                 if which in self._broken:
@@ -110,7 +119,7 @@ class EventSource:
                     error = came
                 else:
                     try:
-                        rendered = voices[which].render(came)
+                        rendered = renderers[which].render(came)
                         chunk += rendered if isinstance(rendered, bytes) else await rendered
                         self._served = True
                         continue
@@ -118,17 +127,17 @@ class EventSource:
                         logger.exception("an answer could not be rendered")
                         self._broken.add(which)
                         self._renders[which] = _leave  # what still comes is no part of the answer
-                        flight.drop(which)
+                        inference.drop(which)
                         error = raised
                 self._failed += 1
-                if self._failed == len(voices) or ends_all(error):
+                if self._failed == len(renderers) or ends_all(error):
                     if self._served and (begun or not isinstance(error, QueueFull)):
                         self._error = error
                         return self._held + chunk
                     raise error
                 chunk += self._render_error(which, error)
             self._held += chunk
-            if flight.is_over:
+            if inference.is_over:
                 break
             if self._served and self._held:
                 held, self._held = self._held, b""
@@ -139,15 +148,15 @@ class EventSource:
 
     async def written(self, writing: Awaitable[None]) -> None:
         """Awaits a write, which may wait for the client to read what was written before."""
-        self._flight.awaits_reader = True
+        self._inference.awaits_reader = True
         try:
             await writing
         finally:
-            self._flight.awaits_reader = False
+            self._inference.awaits_reader = False
 
     def write_through(self, writer: Writer) -> None:
         """From now on plain tokens are written as they come, without being asked for here."""
-        self._flight.tap(self._renders, writer)
+        self._inference.write_through(self._renders, writer)
 
 
 def _leave(tokens: Sequence[int]) -> bytes | None:

@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 MOST_SEEN = 256  # observations that are not sorted yet
 
 
-class Tally:
+class HistogramSeries:
     """The observations of one series; of one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -64,13 +64,15 @@ class Tally:
 
 
 class HistogramCollector(Collector):
-    """A histogram of tallies, one for each combination of labels that was asked for."""
+    """A histogram of several series, one for each combination of labels that was asked for."""
 
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], labels: Sequence[str] = ()
     ) -> None:
-        """`bounds` as of a Tally; `labels` are names. Raises ValueError for bounds that are out of
-        order or not finite."""
+        """`bounds` as of a HistogramSeries; `labels` are names.
+
+        Raises ValueError for bounds that are out of order or not finite.
+        """
         if sorted(set(bounds)) != list(bounds) or not all(map(math.isfinite, bounds)):
             raise ValueError(f"{name}: the bounds are not finite or do not rise: {bounds}")
         self._name = name
@@ -79,23 +81,23 @@ class HistogramCollector(Collector):
         to_text: Callable[[float], str] = floatToGoString  # which carries no types
         self._texts = [to_text(bound) for bound in (*bounds, math.inf)]
         self._labels = tuple(labels)
-        self._tallies: dict[tuple[str, ...], Tally] = {}
+        self._series: dict[tuple[str, ...], HistogramSeries] = {}
         self._tells_created = _tells_created()
 
-    def of(self, *labels: str) -> Tally:
-        """The tally of these values of the labels, which is told of from now on."""
+    def of(self, *labels: str) -> HistogramSeries:
+        """The series of these values of the labels, which is exposed from now on."""
         assert len(labels) == len(self._labels), f"{self._name} has the labels {self._labels}"
-        return self._tallies.setdefault(labels, Tally(self._bounds))
+        return self._series.setdefault(labels, HistogramSeries(self._bounds))
 
     def describe(self) -> Iterator[Metric]:
         """The family without its series: the registry asks for names."""
         yield self._family()
 
     def collect(self) -> Iterator[Metric]:
-        """The family as it is just now; in the thread of the tallies."""
+        """The family as it is just now; in the thread that observes."""
         family = self._family()
-        for labels, tally in self._tallies.items():
-            counts, total, created = tally.read()
+        for labels, series in self._series.items():
+            counts, total, created = series.read()
             family.add_metric(
                 labels, list(zip(self._texts, map(float, counts), strict=True)), total
             )

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from engine.errors import BY_CODE
 from engine.protocol.events import Finished, ModelInfo, Stats, StepEvents
 from engine.protocol.requests import FinishReason
-from service.observability.histograms import Counts, HistogramCollector, Tally
+from service.observability.histograms import Counts, HistogramCollector, HistogramSeries
 from service.observability.merge import RestartsCollector, Snapshot
 from service.observability.outcomes import OUTCOMES
 
@@ -153,7 +153,9 @@ class Metrics:
         self._begin()
         self.registry.register(RestartsCollector(restarts))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Tally:
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...] = SECONDS
+    ) -> HistogramSeries:
         return self._histograms(name, text, buckets).of()
 
     def _histograms(

@@ -19,7 +19,7 @@ from starlette.types import Scope
 from engine.errors import ConfigError
 from engine.protocol.events import Finished
 from engine.protocol.sampling_params import SamplingParams
-from service.http.scope import ERROR_CODE, FLIGHT, OUTCOME, REQUEST_ID, STATUS
+from service.http.scope import ERROR_CODE, INFERENCE, OUTCOME, REQUEST_ID, STATUS
 from service.observability.traces import Trace
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def _attributes(scope: Scope, trace: Trace) -> Iterator[tuple[str, Any]]:
     yield "minserve.priority", trace.first.priority
     if trace.first.sampling.max_tokens:
         yield from _parameters(trace.first.sampling)
-    yield "gen_ai.usage.input_tokens", scope[FLIGHT].tokens_in
-    yield "gen_ai.usage.output_tokens", scope[FLIGHT].tokens_out
+    yield "gen_ai.usage.input_tokens", scope[INFERENCE].tokens_in
+    yield "gen_ai.usage.output_tokens", scope[INFERENCE].tokens_out
     if trace.finish_reasons:
         yield "gen_ai.response.finish_reasons", sorted(trace.finish_reasons)
 

@@ -1,7 +1,7 @@
-"""Admission: what is decided before a request costs anything.
+"""Routes of a ready server: what is decided before a request costs anything.
 
 Refusals (loading, draining, queue full) come before the body is read; then the body must be JSON
-to the letter. From its arrival on a request is a flight, which a drain waits for.
+to the letter. From its arrival on a request is in flight: a drain waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from service.http.errors import ApiError, from_validation
 from service.http.scope import (
     ARRIVED,
     CONNECTION,
-    FLIGHT,
+    INFERENCE,
     KEY_NAME,
     LEAST_PRIORITY,
     RUNTIME,
@@ -174,10 +174,10 @@ def _parsed(body: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
-def get_flight(request: Request) -> InferenceRequest:
-    """The request's flight, as a FastAPI dependency."""
-    flight: InferenceRequest = request.scope[FLIGHT]
-    return flight
+def get_inference(request: Request) -> InferenceRequest:
+    """The HTTP request's InferenceRequest, as a FastAPI dependency."""
+    inference: InferenceRequest = request.scope[INFERENCE]
+    return inference
 
 
 # What endpoints of the routes below may ask for beside their body and query.
@@ -185,7 +185,7 @@ ARGUMENTS: dict[str, Callable[[Request], Any]] = {
     "id": lambda request: request.path_params["id"],
     "request": lambda request: request,
     "runtime": get_runtime,
-    "flight": get_flight,
+    "inference": get_inference,
     "check": get_grammars,
 }
 
@@ -271,8 +271,7 @@ class JsonRoute(APIRoute):
 
 
 class RequestRoute(JsonRoute):
-    """A route whose requests ask the engine for something: flights, until the answer's last
-    byte."""
+    """A route whose requests ask the engine for something, until the response's last byte."""
 
     ends_early = True
 
@@ -282,15 +281,15 @@ class RequestRoute(JsonRoute):
         if runtime is None:  # which is going to be refused
             return within
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
-        flight = scope[FLIGHT] = runtime.flight(scope[ARRIVED], owner, least_priority)
-        flight.trace = scope.get(TRACE)
-        if flight.trace is not None:
-            flight.trace.model = runtime.model_name
-        return flight
+        inference = scope[INFERENCE] = runtime.begin(scope[ARRIVED], owner, least_priority)
+        inference.trace = scope.get(TRACE)
+        if inference.trace is not None:
+            inference.trace.model = runtime.model_name
+        return inference
 
 
 class InferenceRoute(RequestRoute):
     """A route whose requests are work for the model, which has a queue."""
 
     def check_room(self, request: Request) -> None:
-        get_flight(request).check_room()
+        get_inference(request).check_room()

@@ -31,7 +31,7 @@ from service.inference.output_text import OutputText, Piece, grouped, total_usag
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
-from service.routes.base import InferenceRoute, get_flight
+from service.routes.base import InferenceRoute, get_inference
 from service.routes.openai_format import OpenAIView
 from service.schemas.chat import ChatRequest, ChatResponse
 from service.schemas.common import statuses
@@ -52,20 +52,20 @@ async def chat_completions(
     body: Annotated[ChatRequest, Body()],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[InferenceRequest, Depends(get_flight)],
+    inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check(body)
-    tasks = await _tasks(body, runtime, flight, check)
+    tasks = await _tasks(body, runtime, inference, check)
     view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
         chunks = stream(
-            runtime, flight, tasks, view.render, view.render_error, view.last, view.template
+            runtime, inference, tasks, view.render, view.render_error, view.last, view.template
         )
         return EventStream(chunks)
-    work = gather(runtime, flight, tasks)
+    work = gather(runtime, inference, tasks)
     outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
     return await render(tokens, lambda: JSONResponse(view.response(outcomes)))
@@ -80,21 +80,21 @@ def _check(body: ChatRequest) -> None:
 
 
 async def _tasks(
-    body: ChatRequest, runtime: Runtime, flight: InferenceRequest, check: RequestCheck
+    body: ChatRequest, runtime: Runtime, inference: InferenceRequest, check: RequestCheck
 ) -> list[GenerationTask]:
     """One task per choice."""
     settings, info = runtime.settings, runtime.info
     n = body.n or 1
     check_count("n", n, settings.max_n, "samples of one conversation")
-    flight.reserve(n)
+    inference.reserve(n)
     fields = _fields(body, settings, info)
-    [common] = await read_common(fields, 1, runtime, flight, check, times=n)
+    [common] = await read_common(fields, 1, runtime, inference, check, times=n)
     params, end_id = common.params, runtime.chat.end_id  # which ends a turn
     if not (end_id is None or end_id in info.eos_token_ids or body.ignore_eos):
         params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
     ids = await read_messages(body, body.messages, runtime.chat, info)
     salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
-    use = await read_use(salt, runtime, flight, common.timeout, "")
+    use = await read_use(salt, runtime, inference, common.timeout, "")
     check_points(use, len(ids))
     size = RequestSize("messages", settings)
     size.add_prompt(len(ids), n)
@@ -141,13 +141,13 @@ class _View(OpenAIView):
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """The answer that is not streamed."""
-        answers = [outcome.answer for outcome in outcomes]
+        outputs = [outcome.output for outcome in outcomes]
         return {
             **self._head,
             "choices": render_each(
                 len(outcomes), lambda i: self._whole(i, outcomes[i]), self._failed
             ),
-            "usage": total_usage(answers, self._draws),
+            "usage": total_usage(outputs, self._draws),
         }
 
     def _whole(self, index: int, outcome: Outcome) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class _View(OpenAIView):
         message = {"role": "assistant", "content": outcome.text, "refusal": None}
         choice: dict[str, Any] = {"index": index, "message": message}
         choice["logprobs"] = self._logprobs(outcome.pieces)
-        choice["finish_reason"] = outcome.answer.finish_reason
+        choice["finish_reason"] = outcome.output.finish_reason
         if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
@@ -167,10 +167,10 @@ class _View(OpenAIView):
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": "error"}
         return {**choice, **error_body(error)}
 
-    def render(self, index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
+    def render(self, index: int, output: OutputText, pieces: list[Piece]) -> bytes:
         """Events for one choice's new pieces."""
         groups = grouped(pieces, self._tasks[index].interval)
-        return b"".join([self._chunk(index, answer, group) for group in groups])
+        return b"".join([self._chunk(index, output, group) for group in groups])
 
     def _is_plain(self, index: int) -> bool:
         return index in self._begun  # the first event has the role
@@ -180,7 +180,7 @@ class _View(OpenAIView):
             "index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None,
         }  # fmt: skip
 
-    def _chunk(self, index: int, answer: OutputText, group: list[Piece]) -> bytes:
+    def _chunk(self, index: int, output: OutputText, group: list[Piece]) -> bytes:
         choice = self._plain_choice(index, "".join([piece.text for piece in group]))
         choice["logprobs"] = self._logprobs(group)
         choice["finish_reason"] = group[-1].finish_reason
@@ -193,7 +193,7 @@ class _View(OpenAIView):
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
-            content["usage"] = usage(answer.prompt_tokens, group[-1].count)
+            content["usage"] = usage(output.prompt_tokens, group[-1].count)
         return event(content)
 
     def render_error(self, index: int, error: Exception) -> bytes:

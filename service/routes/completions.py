@@ -35,7 +35,7 @@ from service.inference.output_text import OutputText, Piece, Whole, grouped, tot
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
-from service.routes.base import InferenceRoute, get_flight
+from service.routes.base import InferenceRoute, get_inference
 from service.routes.openai_format import OpenAIView
 from service.schemas.common import statuses
 from service.schemas.completions import (
@@ -58,7 +58,7 @@ async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[InferenceRequest, Depends(get_flight)],
+    inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
@@ -66,26 +66,26 @@ async def completions(
     n = body.n or 1
     draws = body.best_of or n
     _check(body, n, draws)
-    drawn = await _tasks(body, runtime, flight, check, draws)
+    drawn = await _tasks(body, runtime, inference, check, draws)
     tasks = [task for i, task in enumerate(drawn) if i % draws < n]  # one per choice
     answer_id = f"cmpl-{request.scope[REQUEST_ID]}"
     echoed = sum(len(task.prompt) for task in tasks) if body.echo else 0
     view = await render(echoed, lambda: _View(body, runtime, tasks, answer_id))
     if body.stream:
         chunks = stream(
-            runtime, flight, tasks, view.render, view.render_error, view.last, view.template
+            runtime, inference, tasks, view.render, view.render_error, view.last, view.template
         )
         return EventStream(chunks)
-    work = gather(runtime, flight, drawn)
+    work = gather(runtime, inference, drawn)
     outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = echoed + sum(len(outcome.tokens) for outcome in outcomes)
 
-    def answer() -> JSONResponse:
+    def respond() -> JSONResponse:
         content = view.response(choose(outcomes, draws, n))
-        content["usage"] = total_usage([outcome.answer for outcome in outcomes], draws)
+        content["usage"] = total_usage([outcome.output for outcome in outcomes], draws)
         return JSONResponse(content)
 
-    return await render(tokens, answer)
+    return await render(tokens, respond)
 
 
 def _check(body: CompletionRequest, n: int, draws: int) -> None:
@@ -114,7 +114,7 @@ def _is_many(prompt: Any) -> bool:
 async def _tasks(
     body: CompletionRequest,
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     check: RequestCheck,
     draws: int,
 ) -> list[GenerationTask]:
@@ -133,14 +133,14 @@ async def _tasks(
         names = [f"prompt[{i}]" for i in range(len(prompts))]
     check_count("prompt", len(prompts), settings.max_prompts, "prompts")
     check_count("n" if draws == n else "best_of", draws, settings.max_n, "samples of one prompt")
-    flight.reserve(len(prompts) * draws)
+    inference.reserve(len(prompts) * draws)
     fields = fields_of(body, (*COMMON, *SAMPLING))
     if body.max_tokens is None:
         fields["max_tokens"] = [body.max_completion_tokens]
     if draws > n and body.logprobs is None:
         fields["logprobs"] = [0]  # to choose by
     times = len(prompts) * draws
-    [common] = await read_common(fields, 1, runtime, flight, check, times=times)
+    [common] = await read_common(fields, 1, runtime, inference, check, times=times)
     params = common.params
     ends: frozenset[int] = frozenset()
     if body.echo and body.logprobs is not None and (params.max_tokens, params.min_tokens) == (1, 0):
@@ -149,7 +149,7 @@ async def _tasks(
     tasks = []
     for name, prompt in zip(names, prompts, strict=True):
         seed = random.getrandbits(63) if body.seed is None else body.seed % 2**63
-        use = await read_use(states, runtime, flight, common.timeout, prompt)
+        use = await read_use(states, runtime, inference, common.timeout, prompt)
         ids = await read_beginning(
             prompt, name, tokenizer, info, use=use, parse_special=body.parse_special
         )
@@ -215,24 +215,24 @@ class _View(OpenAIView):
         return {**self._head, "choices": choices}
 
     def render(
-        self, index: int, answer: OutputText, pieces: list[Piece]
+        self, index: int, output: OutputText, pieces: list[Piece]
     ) -> bytes | Coroutine[Any, Any, bytes]:
         """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
         prompt = self._tasks[index].prompt
         if not self._body.echo or index in self._echoed:
-            return self._frames(index, answer, pieces)
-        if not (pieces or len(answer.scores) == self._tasks[index].scored):
+            return self._frames(index, output, pieces)
+        if not (pieces or len(output.scores) == self._tasks[index].scored):
             return b""
         self._echoed.add(index)
 
         def both() -> bytes:
-            return self._chunk(index, answer, []) + self._frames(index, answer, pieces)
+            return self._chunk(index, output, []) + self._frames(index, output, pieces)
 
         return asyncio.to_thread(both) if len(prompt) > TOKENS_AT_ONCE else both()
 
-    def _frames(self, index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
+    def _frames(self, index: int, output: OutputText, pieces: list[Piece]) -> bytes:
         groups = grouped(pieces, self._tasks[index].interval)
-        return b"".join([self._chunk(index, answer, group) for group in groups])
+        return b"".join([self._chunk(index, output, group) for group in groups])
 
     def _is_plain(self, index: int) -> bool:
         return not self._body.echo or index in self._echoed
@@ -249,23 +249,23 @@ class _View(OpenAIView):
         choice = self._choice(
             index,
             self._echo(index) + outcome.text,
-            self._arrays(index, outcome.answer, outcome.told, echo=bool(self._body.echo)),
-            outcome.answer.finish_reason,
+            self._arrays(index, outcome.output, outcome.told, echo=bool(self._body.echo)),
+            outcome.output.finish_reason,
         )
         if self._ids:
             choice["prompt_token_ids"] = list(self._tasks[index].prompt)
             choice["token_ids"] = outcome.tokens
         if self._tasks[index].use.keep is not None:
-            choice["state"] = kept_state(outcome.answer.finished)
+            choice["state"] = kept_state(outcome.output.finished)
         return choice
 
-    def _chunk(self, index: int, answer: OutputText, group: list[Piece]) -> bytes:
+    def _chunk(self, index: int, output: OutputText, group: list[Piece]) -> bytes:
         """One event: some pieces, or (none) the echoed prompt."""
         last = group[-1] if group else None
         choice = self._choice(
             index,
             "".join([piece.text for piece in group]) if group else self._echo(index),
-            self._arrays(index, answer, group, echo=not group),
+            self._arrays(index, output, group, echo=not group),
             last.finish_reason if last else None,
         )
         if self._ids:
@@ -274,10 +274,10 @@ class _View(OpenAIView):
                 choice["prompt_token_ids"] = list(self._tasks[index].prompt)
         self._begun.add(index)
         if last and last.finish_reason and self._tasks[index].use.keep is not None:
-            choice["state"] = kept_state(answer.finished)
+            choice["state"] = kept_state(output.finished)
         content = self._event(choice)
         if self._options.continuous_usage_stats:
-            content["usage"] = usage(answer.prompt_tokens, last.count if last else 0)
+            content["usage"] = usage(output.prompt_tokens, last.count if last else 0)
         return event(content)
 
     def _choice(
@@ -297,7 +297,7 @@ class _View(OpenAIView):
         return self._echoes[index] if self._echoes else ""
 
     def _arrays(
-        self, index: int, answer: OutputText, told: Whole | list[Piece], *, echo: bool
+        self, index: int, output: OutputText, told: Whole | list[Piece], *, echo: bool
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
@@ -305,6 +305,6 @@ class _View(OpenAIView):
         if echo:
             task = self._tasks[index]
             begins = not task.use.goes_on
-            arrays.add_prompt(task.prompt, answer.scores, task.use.first_scored, begins=begins)
+            arrays.add_prompt(task.prompt, output.scores, task.use.first_scored, begins=begins)
         arrays.add_told(told, shift=len(self._echo(index)))
         return arrays.to_dict()

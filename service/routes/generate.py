@@ -25,7 +25,7 @@ from service.inference.output_text import OutputText, Piece, Whole, grouped, tot
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import EventStream, error_body, render_each
-from service.routes.base import InferenceRoute, get_flight
+from service.routes.base import InferenceRoute, get_inference
 from service.schemas.common import statuses
 from service.schemas.generate import EXAMPLES, GenerateRequest, GenerateResponse
 
@@ -41,28 +41,28 @@ async def generate(
     body: Annotated[GenerateRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[InferenceRequest, Depends(get_flight)],
+    inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
     """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
     with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
-    flight.reserve(len(body.prompts))
-    tasks = await _tasks(body, runtime, flight, check)
+    inference.reserve(len(body.prompts))
+    tasks = await _tasks(body, runtime, inference, check)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
     if body.stream:
-        return _stream(runtime, flight, tasks, answer_id)
-    work = gather(runtime, flight, tasks)
+        return _stream(runtime, inference, tasks, answer_id)
+    work = gather(runtime, inference, tasks)
     outcomes = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(outcome.tokens) for outcome in outcomes)
-    return await render(tokens, lambda: _answer(runtime, tasks, outcomes, answer_id))
+    return await render(tokens, lambda: _response(runtime, tasks, outcomes, answer_id))
 
 
-def _answer(
+def _response(
     runtime: Runtime, tasks: list[GenerationTask], outcomes: list[Outcome], answer_id: str
 ) -> JSONResponse:
-    total = total_usage([outcome.answer for outcome in outcomes])
+    total = total_usage([outcome.output for outcome in outcomes])
     results = render_each(
         len(outcomes), lambda i: _result(i, outcomes[i], tasks[i], runtime), _failed
     )
@@ -72,7 +72,7 @@ def _answer(
 
 
 async def _tasks(
-    body: GenerateRequest, runtime: Runtime, flight: InferenceRequest, check: RequestCheck
+    body: GenerateRequest, runtime: Runtime, inference: InferenceRequest, check: RequestCheck
 ) -> list[GenerationTask]:
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     count = len(body.prompts)
@@ -90,7 +90,7 @@ async def _tasks(
                 "session_id", "names one session for several prompts; allowed: one turn each"
             )
     common = await read_common(
-        columns, count, runtime, flight, check, name=lambda i, field: _path(body, field, i)
+        columns, count, runtime, inference, check, name=lambda i, field: _path(body, field, i)
     )
     interval = body.stream_interval or settings.stream_interval
     size = RequestSize("prompts", settings)
@@ -102,7 +102,7 @@ async def _tasks(
         if states:
             wanted = {name: values[i] for name, values in states.items()}
             path = partial(_path, body, i=i)
-            use = await read_use(wanted, runtime, flight, asked.timeout, prompt, path)
+            use = await read_use(wanted, runtime, inference, asked.timeout, prompt, path)
         ids = await read_prompt(
             prompt,
             f"prompts[{i}]",
@@ -164,12 +164,12 @@ def _result(index: int, outcome: Outcome, task: GenerationTask, runtime: Runtime
         "index": index,
         "text": outcome.text if runtime.tokenizer else None,
         "token_ids": outcome.tokens,
-        "finish_reason": outcome.answer.finish_reason,
+        "finish_reason": outcome.output.finish_reason,
         "logprobs": _logprobs(outcome.told, task, runtime),
-        "usage": outcome.answer.usage(),
+        "usage": outcome.output.usage(),
     }
     if task.use.keep is not None:
-        result["state"] = kept_state(outcome.answer.finished)
+        result["state"] = kept_state(outcome.output.finished)
     return result
 
 
@@ -184,16 +184,16 @@ def _logprobs(
 
 
 def _stream(
-    runtime: Runtime, flight: InferenceRequest, tasks: list[GenerationTask], answer_id: str
+    runtime: Runtime, inference: InferenceRequest, tasks: list[GenerationTask], answer_id: str
 ) -> EventStream:
-    def frames(index: int, answer: OutputText, pieces: list[Piece]) -> bytes:
+    def frames(index: int, output: OutputText, pieces: list[Piece]) -> bytes:
         groups = grouped(pieces, tasks[index].interval)
-        return b"".join([frame(index, answer, group) for group in groups])
+        return b"".join([frame(index, output, group) for group in groups])
 
     def content_of(index: int, text: str | None) -> dict[str, Any]:
         return {"id": answer_id, "index": index, "text": text}
 
-    def frame(index: int, answer: OutputText, group: list[Piece]) -> bytes:
+    def frame(index: int, output: OutputText, group: list[Piece]) -> bytes:
         text = "".join([piece.text for piece in group]) if runtime.tokenizer else None
         finish_reason = group[-1].finish_reason
         content = {
@@ -203,9 +203,9 @@ def _stream(
             "logprobs": _logprobs(group, tasks[index], runtime),
         }
         if finish_reason is not None:
-            content["usage"] = answer.usage()
+            content["usage"] = output.usage()
             if tasks[index].use.keep is not None:
-                content["state"] = kept_state(answer.finished)
+                content["state"] = kept_state(output.finished)
         return event(content)
 
     def render_error(index: int, error: Exception) -> bytes:
@@ -218,5 +218,5 @@ def _stream(
             return None
         return Template(content_of(index, HOLE) | {"finish_reason": None, "logprobs": None}, parts)
 
-    chunks = stream(runtime, flight, tasks, frames, render_error, lambda _: b"", template_of)
+    chunks = stream(runtime, inference, tasks, frames, render_error, lambda _: b"", template_of)
     return EventStream(chunks)

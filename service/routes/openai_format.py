@@ -42,11 +42,11 @@ class OpenAIView(ABC):
         self._begun: set[int] = set()  # choices that have had their first event
         self._parts = None if runtime.parts is None else runtime.parts.texts
 
-    def last(self, answers: list[OutputText]) -> bytes:
+    def last(self, outputs: list[OutputText]) -> bytes:
         """The usage chunk, where it is asked for."""
         if not self._options.include_usage:
             return b""
-        return event({**self._head, "choices": [], "usage": total_usage(answers, self._draws)})
+        return event({**self._head, "choices": [], "usage": total_usage(outputs, self._draws)})
 
     def template(self, index: int) -> Template | None:
         """Of a choice's events to come, where only the text in them is new."""

@@ -35,7 +35,7 @@ from service.inference.prefix_plan import Points, shared_prefixes
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.inference.sse import ends_all, error_body, render_each
-from service.routes.base import InferenceRoute, get_flight
+from service.routes.base import InferenceRoute, get_inference
 from service.schemas.common import statuses
 from service.schemas.score import EXAMPLES, ScoreItem, ScoreRequest, ScoreResponse
 from service.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ async def score(
     body: Annotated[ScoreRequest, Body(openapi_examples=EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: Annotated[InferenceRequest, Depends(get_flight)],
+    inference: Annotated[InferenceRequest, Depends(get_inference)],
 ) -> Response:
     """Scores `texts` from their second token on (after a `state` from the first), or, for `items`,
     every token of each continuation after its context: its tokens are those that both have
@@ -77,12 +77,12 @@ async def score(
     has one and there is no `state`."""
     check_model(body.model, runtime.model_name, runtime.info)
     timeout = read_timeout(body.timeout, runtime.settings)
-    priority = read_priority(body.priority, flight.least_priority)
+    priority = read_priority(body.priority, inference.least_priority)
     if body.texts is not None:
-        tasks = await _text_tasks(body, body.texts, runtime, flight, timeout)
+        tasks = await _text_tasks(body, body.texts, runtime, inference, timeout)
     else:
-        tasks = await _item_tasks(body, body.items or [], runtime, flight, timeout)
-    work = _run(flight, tasks, timeout, priority)
+        tasks = await _item_tasks(body, body.items or [], runtime, inference, timeout)
+    work = _run(inference, tasks, timeout, priority)
     scored = await unless_client_leaves(request.scope, request.receive, work)
     tokens = sum(len(task.tokens) for task in tasks)
     cached = sum(one.finished.cached_tokens for one in scored if one.finished)
@@ -113,15 +113,15 @@ async def _text_tasks(
     body: ScoreRequest,
     texts: list[str | list[int]],
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     timeout: float,
 ) -> list[Task]:
     check_count("texts", len(texts), runtime.settings.max_prompts, "texts")
-    flight.reserve(len(texts))
+    inference.reserve(len(texts))
     size = RequestSize("texts", runtime.settings)
     tasks = []
     for i, text in enumerate(texts):
-        use = await _use(body, runtime, flight, timeout, text)
+        use = await _use(body, runtime, inference, timeout, text)
         tokens = await read_prompt(
             text,
             f"texts[{i}]",
@@ -141,19 +141,19 @@ async def _text_tasks(
 async def _use(
     body: ScoreRequest,
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     timeout: float,
     prompt: str | list[int],
 ) -> StateUse:
     values = {name: getattr(body, name, None) for name in STATES}
-    return await read_use(values, runtime, flight, timeout, prompt)
+    return await read_use(values, runtime, inference, timeout, prompt)
 
 
 async def _item_tasks(
     body: ScoreRequest,
     items: list[ScoreItem],
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     timeout: float,
 ) -> list[Task]:
     """One task per continuation, items one after the other."""
@@ -161,11 +161,11 @@ async def _item_tasks(
         raise invalid("return_state", "allowed with texts only")
     total = sum(len(item.continuations) for item in items)
     check_count("items", total, runtime.settings.max_prompts, "continuations")
-    flight.reserve(total)
+    inference.reserve(total)
     size = RequestSize("items", runtime.settings)
     tasks = []
     for i, item in enumerate(items):
-        use = await _use(body, runtime, flight, timeout, item.context)
+        use = await _use(body, runtime, inference, timeout, item.context)
         context = Context(
             item.context,
             f"items[{i}].context",
@@ -185,7 +185,7 @@ async def _item_tasks(
 
 
 async def _run(
-    flight: InferenceRequest, tasks: list[Task], timeout: float, priority: int
+    inference: InferenceRequest, tasks: list[Task], timeout: float, priority: int
 ) -> list[Scored]:
     """Every task's scores. Raises EngineError where no task was served."""
     scored = [Scored() for _ in tasks]
@@ -195,8 +195,8 @@ async def _run(
         for i, task in enumerate(tasks)
         if len(task.tokens) > task.start or task.use.keep is not None
     ]
-    flight.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
-    flight.check_kept([tasks[i].use.source for i in submitted if tasks[i].use.source])
+    inference.check_tokens(sum(len(tasks[i].tokens) for i in submitted), len(submitted))
+    inference.check_kept([tasks[i].use.source for i in submitted if tasks[i].use.source])
     failed = 0
     contexts = [pack_ids(tasks[i].tokens[: max(tasks[i].start - 1, 0)]) for i in submitted]
     points: Points = {}
@@ -209,7 +209,7 @@ async def _run(
     for i, context in zip(submitted, contexts, strict=True):
         task = tasks[i]
         found = points.get((task.use.company, context), ())
-        flight.submit(
+        inference.submit(
             pack_ids(task.tokens),
             sampling=SamplingParams(max_tokens=0),
             stream=False,
@@ -221,7 +221,7 @@ async def _run(
                 (*found, task.start - 1) if task.shared and task.start > 1 else found
             ),
         )
-    while batch := await flight.next_arrivals():
+    while batch := await inference.next_arrivals():
         for which, came in batch:
             i = submitted[which]
             one = scored[i]

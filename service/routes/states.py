@@ -26,7 +26,7 @@ from service.inference.output_text import usage
 from service.inference.request_size import RequestSize
 from service.inference.runtime import Runtime, get_runtime
 from service.routes.base import TEXT as TEXT_TYPES
-from service.routes.base import InferenceRoute, RequestRoute, StrictRequest, get_flight
+from service.routes.base import InferenceRoute, RequestRoute, StrictRequest, get_inference
 from service.schemas.common import statuses
 from service.schemas.states import (
     CREATE_EXAMPLES,
@@ -44,7 +44,7 @@ from service.schemas.states import (
 making = APIRouter(route_class=InferenceRoute, tags=["states"])
 router = APIRouter(route_class=RequestRoute, tags=["states"])
 
-CurrentFlight = Annotated[InferenceRequest, Depends(get_flight)]
+CurrentFlight = Annotated[InferenceRequest, Depends(get_inference)]
 StatePath = Annotated[str, Path(description="a state's id")]
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 FILE: dict[str, Any] = {"content": {"application/octet-stream": BINARY}}
@@ -59,17 +59,17 @@ async def create(
     body: Annotated[StateRequest, Body(openapi_examples=CREATE_EXAMPLES)],
     request: Request,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: CurrentFlight,
+    inference: CurrentFlight,
 ) -> Response:
     """Reads a prompt, after a `state` if one is named, and keeps the state that it leaves: under
     `id` in place of what was there, or under a new one."""
     check_model(body.model, runtime.model_name, runtime.info)
-    flight.reserve(1)
+    inference.reserve(1)
     timeout = read_timeout(body.timeout, runtime.settings)
-    priority = read_priority(body.priority, flight.least_priority)
+    priority = read_priority(body.priority, inference.least_priority)
     size = RequestSize("prompt", runtime.settings)
     values = {name: getattr(body, name) for name in ("state", "cache_salt", "cache_points")}
-    use = await read_use(values, runtime, flight, timeout, body.prompt)
+    use = await read_use(values, runtime, inference, timeout, body.prompt)
     ids = await read_prompt(
         body.prompt,
         "prompt",
@@ -80,19 +80,19 @@ async def create(
     )
     check_points(use, len(ids))
     size.add_prompt(len(ids))
-    flight.check_tokens(len(ids), 1)
+    inference.check_tokens(len(ids), 1)
     export = body.return_state == "snapshot"
     if export and body.ttl is not None and body.id is None:
         raise invalid("ttl", "allowed with an id only, where return_state is snapshot")
     # Where the id is another engine's than the state's, the new state goes there in the end.
-    apart = bool(body.id and use.source) and flight.keeps_apart(use.source, body.id or "")
+    apart = bool(body.id and use.source) and inference.keeps_apart(use.source, body.id or "")
     id = "" if apart else body.id or ""
     store = bool(body.id) or not export
     keep = KeepState(
         id=id, ttl=body.ttl, export=export, store=store, must_last=not apart, brief=apart
     )
-    flight.keep_field = "id"
-    flight.submit(
+    inference.keep_field = "id"
+    inference.submit(
         pack_ids(ids),
         sampling=SamplingParams(max_tokens=0),
         stream=False,
@@ -100,10 +100,12 @@ async def create(
         priority=priority,
         **{**use.fields(), "keep": keep},
     )
-    finished = await unless_client_leaves(request.scope, request.receive, read_whole(flight))
+    finished = await unless_client_leaves(request.scope, request.receive, read_whole(inference))
     if apart and finished.state is not None:
-        flight.borrow(finished.state.id)  # should it not get there
-        moved = await flight.ask_state("move", id=finished.state.id, target=body.id, ttl=body.ttl)
+        inference.borrow(finished.state.id)  # should it not get there
+        moved = await inference.ask_state(
+            "move", id=finished.state.id, target=body.id, ttl=body.ttl
+        )
         finished = structs.replace(finished, state=moved.states[0])
     told = {**(kept_state(finished) or {}), "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(len(ids), 0, finished.cached_tokens)})
@@ -114,16 +116,16 @@ async def create_of_text(
     query: Annotated[TextQuery, Query()],
     request: StrictRequest,
     runtime: Annotated[Runtime, Depends(get_runtime)],
-    flight: CurrentFlight,
+    inference: CurrentFlight,
 ) -> Response:
     """As `POST /v1/states`, of a text that is the body, in UTF-8 and of up to `max_text_bytes`; 415
     for types that are none (forms, JSON) and other charsets. It is read piece by piece while it
     comes. What was kept under `id` before stays until all of it has
     been read."""
     request.check_type(TEXT_TYPES)
-    priority = read_priority(query.priority, flight.least_priority)
+    priority = read_priority(query.priority, inference.least_priority)
     body = Upload(request.scope, request.receive, runtime.settings.max_body_bytes)
-    work = read_text(body, runtime, flight, query, priority)
+    work = read_text(body, runtime, inference, query, priority)
     info, tokens, cached = await body.work(work)
     told = {**state_object(info), "snapshot": None, "model": runtime.model_name}
     return JSONResponse({**told, "usage": usage(tokens, 0, cached)})
@@ -133,19 +135,21 @@ async def create_of_text(
 async def import_state(
     content: Annotated[bytes, Body(media_type="application/octet-stream")],
     query: Annotated[StateQuery, Query()],
-    flight: CurrentFlight,
+    inference: CurrentFlight,
 ) -> Response:
     """Keeps a state that was downloaded: the body is the file. 400 with the reason for what is no
     state of this model."""
-    reply = await flight.ask_state("import", content=content, target=query.id or "", ttl=query.ttl)
+    reply = await inference.ask_state(
+        "import", content=content, target=query.id or "", ttl=query.ttl
+    )
     return _one(reply)
 
 
 @router.get("/v1/states", responses=statuses(StateList))
-async def list_states(query: Annotated[ListQuery, Query()], flight: CurrentFlight) -> Response:
+async def list_states(query: Annotated[ListQuery, Query()], inference: CurrentFlight) -> Response:
     """The states of the key's name, in order of their ids, a page at a time. To be listed is no
     use: it does not put their end off."""
-    reply = await flight.ask_state("list", id=query.after or "", limit=query.limit)
+    reply = await inference.ask_state("list", id=query.after or "", limit=query.limit)
     ids = [info.id for info in reply.states]
     return JSONResponse(
         {
@@ -159,27 +163,27 @@ async def list_states(query: Annotated[ListQuery, Query()], flight: CurrentFligh
 
 
 @router.get("/v1/states/{id}", responses=statuses(KeptState))
-async def get_state(id: StatePath, flight: CurrentFlight) -> Response:
+async def get_state(id: StatePath, inference: CurrentFlight) -> Response:
     """One state."""
-    return _one(await flight.ask_state("get", id=id))
+    return _one(await inference.ask_state("get", id=id))
 
 
 @router.delete("/v1/states/{id}", responses=statuses(DeletedState))
-async def delete_state(id: StatePath, flight: CurrentFlight) -> Response:
+async def delete_state(id: StatePath, inference: CurrentFlight) -> Response:
     """Forgets a state; 409 while a request is under way that will take its place."""
-    await flight.ask_state("delete", id=id)
+    await inference.ask_state("delete", id=id)
     return JSONResponse({"id": id, "object": "state", "deleted": True})
 
 
 @router.post("/v1/states/{id}/fork", responses=statuses(KeptState))
 async def fork_state(
     id: StatePath,
-    flight: CurrentFlight,
+    inference: CurrentFlight,
     body: Annotated[ForkRequest, Body()] = ForkRequest(),  # noqa: B008
 ) -> Response:
     """The same state under another id, whatever becomes of the first one. It costs no work and no
     memory for the state itself."""
-    return _one(await flight.ask_state("fork", id=id, target=body.id or "", ttl=body.ttl))
+    return _one(await inference.ask_state("fork", id=id, target=body.id or "", ttl=body.ttl))
 
 
 @router.get(
@@ -187,9 +191,9 @@ async def fork_state(
     response_class=Response,
     responses={**ERRORS, 200: {**FILE, "description": "The file."}},
 )
-async def get_content(id: StatePath, flight: CurrentFlight) -> Response:
+async def get_content(id: StatePath, inference: CurrentFlight) -> Response:
     """A state as a safetensors file, which any server of the same model can import."""
-    reply = await flight.ask_state("export", id=id)
+    reply = await inference.ask_state("export", id=id)
     name = f'attachment; filename="{reply.states[0].id.replace(":", "_")}.safetensors"'
     headers = {"content-disposition": name}
     return Response(reply.content, media_type="application/octet-stream", headers=headers)

@@ -29,7 +29,7 @@ from engine.protocol.sampling_params import Grammar
 from engine.structured_output.sandbox import LENGTH_BYTES, frame
 from engine.subprocesses import module_environment
 from service.http.disconnect import unless_client_leaves
-from service.http.scope import ARRIVED, FLIGHT
+from service.http.scope import ARRIVED, INFERENCE
 
 MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
 WALL_SECONDS = 60.0  # for a machine that gives the process no processor
@@ -239,4 +239,4 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 def get_grammars(request: Request) -> RequestCheck:
     """The application's, as a FastAPI dependency."""
     scope = request.scope
-    return RequestCheck(scope["app"].state.grammars, scope, request.receive, scope[FLIGHT].owner)
+    return RequestCheck(scope["app"].state.grammars, scope, request.receive, scope[INFERENCE].owner)

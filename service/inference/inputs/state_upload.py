@@ -30,10 +30,10 @@ PIECE = 2**16  # characters, at least
 PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
 
 
-async def read_whole(flight: InferenceRequest) -> Finished:
-    """How the flight's only request ended, which was to leave a state. Raises EngineError."""
+async def read_whole(inference: InferenceRequest) -> Finished:
+    """How the only engine request ended, which was to leave a state. Raises EngineError."""
     finished: Finished | None = None
-    while batch := await flight.next_arrivals():
+    while batch := await inference.next_arrivals():
         for _, came in batch:
             if isinstance(came, EngineError):
                 raise came
@@ -47,16 +47,16 @@ async def read_whole(flight: InferenceRequest) -> Finished:
 
 
 async def read_text(
-    body: Upload, runtime: Runtime, flight: InferenceRequest, query: TextQuery, priority: int
+    body: Upload, runtime: Runtime, inference: InferenceRequest, query: TextQuery, priority: int
 ) -> tuple[StateInfo, int, int]:
     """The state that the text of a request's body leaves, how many tokens were read for it and how
     many were known. It has one place among its key's requests from its beginning to its end.
     Raises ApiError, EngineError."""
-    flight.reserve(1)
+    inference.reserve(1)
     timeout = read_timeout(None, runtime.settings)
     use = NO_STATES
     if query.state is not None:
-        use = await read_use({"state": query.state}, runtime, flight, timeout, "text")
+        use = await read_use({"state": query.state}, runtime, inference, timeout, "text")
     if runtime.tokenizer is None:
         raise invalid("text", "cannot be read, because the model has no tokenizer.json")
     tokenizer = runtime.tokenizer
@@ -70,30 +70,30 @@ async def read_text(
             )
             if not ids:  # white space, say, of which the tokenizer makes nothing
                 continue
-            finished = await _read_piece(runtime, flight, pack_ids(ids), use, timeout, priority)
+            finished = await _read_piece(runtime, inference, pack_ids(ids), use, timeout, priority)
             assert finished.state is not None
             if info is None:
-                flight.borrow(finished.state.id)
+                inference.borrow(finished.state.id)
             info = finished.state
             tokens, cached = tokens + len(ids), cached + finished.cached_tokens
             keep = KeepState(id=info.id, ttl=PIECE_TTL, brief=True)
             use = StateUse(source=info.id, begins=False, keep=keep)
     if info is None:
         raise invalid("text", "is empty; at least one token is needed")
-    reply = await flight.ask_state("move", id=info.id, target=query.id or "", ttl=query.ttl)
+    reply = await inference.ask_state("move", id=info.id, target=query.id or "", ttl=query.ttl)
     return reply.states[0], tokens, cached
 
 
 async def _read_piece(
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     prompt: bytes,
     use: StateUse,
     timeout: float,
     priority: int,
 ) -> Finished:
     """Reads one piece. Each of them queues for itself, in the place that the whole has."""
-    with runtime.flight_beside(flight) as part, flight.lending(part):
+    with runtime.begin_beside(inference) as part, inference.lending(part):
         part.submit(
             prompt,
             sampling=SamplingParams(max_tokens=0),
@@ -102,7 +102,7 @@ async def _read_piece(
             priority=priority,
             **{**use.fields(), "keep": use.keep or KeepState(ttl=PIECE_TTL, brief=True)},
         )
-        flight.tokens_in += part.tokens_in
+        inference.tokens_in += part.tokens_in
         return await read_whole(part)
 
 

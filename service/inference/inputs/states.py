@@ -76,7 +76,7 @@ Name = Callable[[str], str]
 async def read_use(
     values: Mapping[str, Any],
     runtime: Runtime,
-    flight: InferenceRequest,
+    inference: InferenceRequest,
     timeout: float,
     prompt: str | list[int],
     name: Name = str,
@@ -99,14 +99,14 @@ async def read_use(
         raise invalid(name("cache_points"), "allowed without session_id only")
     use = StateUse(keep=keep, cache_salt=salt, cache_points=points)
     if isinstance(state, SnapshotSource):
-        info = await _bring_in(state, flight, timeout, f"{name('state')}.snapshot")
+        info = await _bring_in(state, inference, timeout, f"{name('state')}.snapshot")
         return replace(use, source=info.id, recent=tuple(info.recent), begins=False)
     if state is not None:
         use = replace(use, source=state, begins=False)
     elif session is not None:
         use = replace(use, source=SESSION + session, optional=True)
     if use.source:
-        use = await _look(use, runtime, flight, prompt)
+        use = await _look(use, runtime, inference, prompt)
     return use
 
 
@@ -145,7 +145,7 @@ def _check_salt(salt: str, name: Name) -> None:
 
 
 async def _look(
-    use: StateUse, runtime: Runtime, flight: InferenceRequest, prompt: str | list[int]
+    use: StateUse, runtime: Runtime, inference: InferenceRequest, prompt: str | list[int]
 ) -> StateUse:
     """Looks at the state before it is used, where its last tokens or its being there matter."""
     tokenizer = runtime.tokenizer
@@ -157,29 +157,29 @@ async def _look(
     if not (unfinished or (use.optional and matters)):
         return use
     try:
-        reply = await flight.ask_state("get", id=use.source)
+        reply = await inference.ask_state("get", id=use.source)
     except StateNotFound:
         return use  # a session begins, or the engine says it again, of this prompt alone
     return replace(use, recent=tuple(reply.states[0].recent), begins=False)
 
 
 async def _bring_in(
-    source: SnapshotSource, flight: InferenceRequest, timeout: float, param: str
+    source: SnapshotSource, inference: InferenceRequest, timeout: float, param: str
 ) -> StateInfo:
     """A client's own state as one that the engine has while the request lasts."""
-    known = flight.brought.get(source.snapshot)  # one for several prompts
+    known = inference.brought.get(source.snapshot)  # one for several prompts
     if known is not None:
         return known
     content = read_base64(source.snapshot, param)
     ttl = min(timeout + BORROWED_SECONDS, MOST_TTL)
     try:
-        reply = await flight.ask_state("import", content=content, ttl=ttl, brief=True)
+        reply = await inference.ask_state("import", content=content, ttl=ttl, brief=True)
     except StateError as error:
         error.param = param
         raise
     (info,) = reply.states
-    flight.borrow(info.id)
-    flight.brought[source.snapshot] = info
+    inference.borrow(info.id)
+    inference.brought[source.snapshot] = info
     return info
 
 

@@ -31,10 +31,10 @@ def test_a_stream_is_what_its_plain_answer_is(
 ) -> None:
     """Also where its client never reads quickly enough to be written to at once."""
     written = []
-    tap, writer_of = InferenceRequest.tap, Connection.writer
+    write_through, writer_of = InferenceRequest.write_through, Connection.writer
 
     class Counting:
-        """Notes what the tap writes."""
+        """Notes what the fast path writes."""
 
         def __init__(self, writer: Writer) -> None:
             self._writer = writer
@@ -44,8 +44,8 @@ def test_a_stream_is_what_its_plain_answer_is(
             self._writer.write(data)
             written.append(len(data))
 
-    def counting(flight: InferenceRequest, renders: Any, writer: Writer) -> None:
-        tap(flight, renders, cast("Writer", Counting(writer)))
+    def counting(inference: InferenceRequest, renders: Any, writer: Writer) -> None:
+        write_through(inference, renders, cast("Writer", Counting(writer)))
 
     class Shut(Writer):
         def is_open(self) -> bool:
@@ -54,7 +54,7 @@ def test_a_stream_is_what_its_plain_answer_is(
     def shut(connection: Connection) -> Writer | None:
         return writer_of(connection) and Shut(connection, connection._cycle)
 
-    monkeypatch.setattr(InferenceRequest, "tap", counting)
+    monkeypatch.setattr(InferenceRequest, "write_through", counting)
     if not is_open:
         monkeypatch.setattr(Connection, "writer", shut)
     body = {"prompts": PROMPTS, "max_tokens": 60, "temperature": 0, "stop": ["tu", "never"]}
@@ -333,11 +333,11 @@ def test_clients_that_leave_with_requests_behind_end_the_first_one(
     body = json.dumps({"prompts": ["ka"], "max_tokens": 100_000, "ignore_eos": True}).encode()
     asked = b"POST /v1/generate HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n%b"
     with listening(runner) as (url, service):
-        flights = service.lifecycle.runtime.flights
+        requests = service.lifecycle.runtime.requests
         with socket.create_connection(address(url), timeout=30) as client:
             client.sendall(asked % (len(body), body) * 2)
-            wait_for(lambda: flights)
-        wait_for(lambda: not flights)
+            wait_for(lambda: requests)
+        wait_for(lambda: not requests)
     assert not [record for record in caplog.records if "uvicorn" in record.name]
 
 

@@ -92,7 +92,7 @@ def test_what_a_request_brought_goes_with_it(tmp_path: Path, left: Left, what: s
             assert client.post(f"/{path}", json=body).status_code == status
         client.get("/models")  # the connection's latest request
         wait_for(left.nothing)
-        assert not service.lifecycle.runtime.flights
+        assert not service.lifecycle.runtime.requests
 
 
 def test_so_does_a_stream_that_fails_in_the_middle(tmp_path: Path, left: Left) -> None:
@@ -120,8 +120,8 @@ def test_so_does_what_a_client_that_left_had_asked(
             with socket.create_connection(address(url), timeout=30) as client:
                 client.sendall(b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n")
                 client.sendall(b"content-length: %d\r\n\r\n%b" % (len(body.content), body.content))
-                wait_for(lambda: service.lifecycle.runtime.flights)
-            wait_for(lambda: not service.lifecycle.runtime.flights)
+                wait_for(lambda: service.lifecycle.runtime.requests)
+            wait_for(lambda: not service.lifecycle.runtime.requests)
         wait_for(lambda: not left.requests())
 
 

@@ -37,12 +37,12 @@ with listening(runner, max_body_bytes=300) as (url, service):
         client.sendall(head + b"1\r\ntransfer-encoding: chunked\r\n\r\n200\r\n%b\r\n" % bytes(512))
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
 
-    flights = service.lifecycle.runtime.flights
+    requests = service.lifecycle.runtime.requests
     body = json.dumps({**asked, "max_tokens": 100_000, "ignore_eos": True}).encode()
     with socket.create_connection(address(url), timeout=5) as client:
         client.sendall(head + b"%d\r\n\r\n%b" % (len(body), body))
-        wait_for(lambda: flights)
-    wait_for(lambda: not flights)
+        wait_for(lambda: requests)
+    wait_for(lambda: not requests)
 """
 
 

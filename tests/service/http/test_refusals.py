@@ -166,4 +166,4 @@ def test_answers_under_way_are_finished_first(
         status, _, told = split(b"HTTP/1.1 " + answer)
         assert status == 200 and told["usage"]["completion_tokens"] == 50
     check(b"HTTP/1.1 " + last, 400, "invalid_http")
-    assert not service.lifecycle.runtime.flights
+    assert not service.lifecycle.runtime.requests

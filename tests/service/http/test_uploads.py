@@ -69,7 +69,7 @@ def test_nothing_is_read_for_a_client_that_has_left(tmp_path: Path, how: str) ->
         wait_for(lambda: read_by(service) > 0)
         leave(client, how)
         before = read_by(service)
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         assert read_by(service) - before <= PIECE
         wait_for(lambda: not service.lifecycle.load().running)
 
@@ -82,7 +82,7 @@ def test_nor_where_no_more_of_it_is_read_ahead(tmp_path: Path, how: str) -> None
         wait_for(lambda: read_by(service) > 0)
         leave(client, how)
         before = read_by(service)
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         assert read_by(service) - before <= PIECE
 
 
@@ -96,7 +96,7 @@ def test_nor_where_another_request_came_behind_the_text(tmp_path: Path) -> None:
         wait_for(lambda: read_by(service) > 0)
         client.close()
         before = read_by(service)
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         assert read_by(service) - before <= PIECE
 
 
@@ -106,7 +106,7 @@ def test_who_ends_what_it_sends_has_left(tmp_path: Path, caplog: pytest.LogCaptu
         client = begin(url, 8 * PIECE)
         wait_for(lambda: read_by(service) > 0)
         client.shutdown(socket.SHUT_WR)
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         client.settimeout(60)
         with suppress(ConnectionResetError):
             assert client.recv(100) == b""
@@ -117,7 +117,7 @@ def test_who_ends_what_it_sends_has_left(tmp_path: Path, caplog: pytest.LogCaptu
 def test_it_is_counted_as_cancelled_and_leaves_no_state(tmp_path: Path) -> None:
     with listening(slow_runner(tmp_path)) as (url, service):
         leave(begin(url, 3 * MEGABYTE, b"/v1/states/text?id=x"), "close")
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         told = 'minserve_requests_total{endpoint="states/text",outcome="cancelled"} 1.0'
         wait_for(lambda: told in httpx.get(f"{url}/metrics").text)
         wait_for(lambda: not httpx.get(f"{url}/v1/states").json()["data"])
@@ -163,7 +163,7 @@ async def test_uploads_count_to_their_keys_share(byte_folder: Path) -> None:
     runner = fake_runner(byte_folder, host_rows=16, slots=1, max_waiting=4)
     async with running(runner, api_keys=KEYS) as service:
         own = [Sent(service, **bearer(ALICE)) for _ in range(4)]  # one runs, three may wait
-        await until(lambda: len(service.lifecycle.flights) == 4)
+        await until(lambda: len(service.lifecycle.requests) == 4)
         refused = await service.http.post(PATH, content=b"abc", headers=bearer(ALICE))
         assert refused.status_code == 429, refused.text
         assert refused.json()["error"]["code"] == "share_full"
@@ -214,7 +214,7 @@ def test_nothing_is_tokenised_for_a_client_that_has_left(
         client.sendall(HEAD % (path.encode(), len(body)) + body)
         wait_for(lambda: encoded)
         client.close()
-        wait_for(lambda: not service.lifecycle.flights)
+        wait_for(lambda: not service.lifecycle.requests)
         assert len(encoded) < 60
         told = 'outcome="cancelled"} 1.0'
         wait_for(lambda: told in httpx.get(f"{url}/metrics").text)

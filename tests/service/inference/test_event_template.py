@@ -37,7 +37,7 @@ RUNS = st.lists(st.sampled_from([*TEXT, 0xFF, 0xC3, END, 999]), max_size=30)
 STOPS = st.lists(st.text("ab<é\n", min_size=1, max_size=3), max_size=3)
 
 
-class _Flight:
+class _Inference:
     """Brings updates of one request."""
 
     def __init__(self, updates: list[Update]) -> None:
@@ -88,18 +88,18 @@ def _events(
         stop = StopStrings(stops) if stops else None
         ids = TOKENIZER.encode("x")
         task = GenerationTask(ids, pack_ids(ids), SamplingParams(), stop, 1.0, 0, interval)
-        flight: Any = _Flight(_updates(runs, end=True))
+        inference: Any = _Inference(_updates(runs, end=True))
         runtime: Any = _Runtime()
         if tapped:
-            voice = TaskRenderer(runtime, flight, 0, task, render, lambda _: template)
+            renderer = TaskRenderer(runtime, inference, 0, task, render, lambda _: template)
             told = b""
-            while came := await flight.next_arrivals():
+            while came := await inference.next_arrivals():
                 [(_, update)] = came
-                events = None if update.finished else voice.render_tokens(update.tokens)
-                told += voice.render(update) if events is None else events
+                events = None if update.finished else renderer.render_tokens(update.tokens)
+                told += renderer.render(update) if events is None else events
             return told + DONE
         chunks = stream(
-            runtime, flight, [task], render, lambda *_: b"", lambda _: b"", lambda _: template
+            runtime, inference, [task], render, lambda *_: b"", lambda _: b"", lambda _: template
         )
         told = b""
         while not chunks.over:
@@ -136,7 +136,7 @@ def test_an_outcome_without_pieces_says_the_same(runs: list[list[int]], stops: l
     whole, lean = outcomes
     assert (whole.text, whole.tokens) == (lean.text, lean.tokens)
     for name in ("finish_reason", "completion_tokens"):
-        assert getattr(whole.answer, name) == getattr(lean.answer, name)
+        assert getattr(whole.output, name) == getattr(lean.output, name)
 
 
 @settings(max_examples=300, deadline=None)

@@ -204,7 +204,7 @@ async def test_draining(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, step_seconds=0.002)) as service:
         body = {"prompts": ["a"], "max_tokens": 50, "temperature": 0, "ignore_eos": True}
         held = asyncio.create_task(service.http.post(GENERATE, json={**body, "stream": True}))
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
         await until(lambda: service.lifecycle.draining)
         for response in (
@@ -240,7 +240,7 @@ async def test_a_drain_waits_for_what_is_still_being_read(
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         await asyncio.sleep(0.05)
         drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
         await asyncio.sleep(0.05)
@@ -259,7 +259,7 @@ async def test_what_is_still_being_read_at_the_drains_end_is_refused(byte_folder
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         await service.lifecycle.drain(timeout=0.05)
         connection.uploaded.set()
         await asyncio.wait_for(held, 10)
@@ -275,9 +275,9 @@ async def test_a_requests_time_begins_with_its_arrival(byte_folder: Path) -> Non
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.flights)
-        (flight,) = service.lifecycle.flights
-        flight._arrived -= 31  # so long did the body take
+        await until(lambda: service.lifecycle.requests)
+        (inference,) = service.lifecycle.requests
+        inference._arrived -= 31  # so long did the body take
         connection.uploaded.set()
         await asyncio.wait_for(held, 10)
         (result,) = json.loads(connection.sent[1]["body"])["results"]
@@ -407,7 +407,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
         connection.gone.set()
         await asyncio.wait_for(task, 10)
         await until(lambda: stats().running == 0 and stats().waiting == 0)
-        assert not service.lifecycle.flights
+        assert not service.lifecycle.requests
         if not body.get("stream"):
             assert connection.sent == []
         text = (await service.http.get("/metrics")).text

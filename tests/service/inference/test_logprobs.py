@@ -87,8 +87,8 @@ def test_columns_say_what_pieces_say(top: int, text: str) -> None:
         assert whole.text == "".join([piece.text for piece in pieces])
         assert whole.tokens == tokens
         assert [shown(one) for one in whole.pieces] == [shown(one) for one in pieces]
-        answer = whole.answer
-        assert (answer.finish_reason, answer.completion_tokens) == ("length", count)
+        output = whole.output
+        assert (output.finish_reason, output.completion_tokens) == ("length", count)
         assert (one_by_one.finish_reason, one_by_one.completion_tokens) == ("length", count)
 
 

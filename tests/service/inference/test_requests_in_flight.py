@@ -23,36 +23,36 @@ async def turns() -> None:
 
 
 async def test_who_waits_is_woken_by_the_last_to_leave() -> None:
-    flights = RequestsInFlight()
-    await flights.ended()  # there are none
+    requests = RequestsInFlight()
+    await requests.ended()  # there are none
     one, other, late = (_request(name) for name in ("one", "other", "late"))
-    flights.update((one, other))
-    waiting = [asyncio.create_task(flights.ended()) for _ in range(2)]
+    requests.update((one, other))
+    waiting = [asyncio.create_task(requests.ended()) for _ in range(2)]
     await turns()
-    flights.leave(one)
-    await turns()
-    assert not any(task.done() for task in waiting)
-    flights.leave(other)
-    flights.add(late)  # before they have had their turn
+    requests.leave(one)
     await turns()
     assert not any(task.done() for task in waiting)
-    waiting.append(asyncio.create_task(flights.ended()))
+    requests.leave(other)
+    requests.add(late)  # before they have had their turn
     await turns()
-    flights.leave(late)
+    assert not any(task.done() for task in waiting)
+    waiting.append(asyncio.create_task(requests.ended()))
     await turns()
-    assert all(task.done() for task in waiting) and not flights
+    requests.leave(late)
+    await turns()
+    assert all(task.done() for task in waiting) and not requests
 
 
 async def test_a_wait_that_is_given_up_changes_nothing_for_others() -> None:
-    flights = RequestsInFlight()
+    requests = RequestsInFlight()
     request = _request("one")
-    flights.add(request)
-    given_up, waiting = (asyncio.create_task(flights.ended()) for _ in range(2))
+    requests.add(request)
+    given_up, waiting = (asyncio.create_task(requests.ended()) for _ in range(2))
     await turns()
     given_up.cancel()
     await turns()
     assert not waiting.done()
-    flights.leave(request)
+    requests.leave(request)
     await turns()
     assert waiting.done() and given_up.cancelled()
 
@@ -71,7 +71,7 @@ async def test_a_drain_is_over_with_its_last_request(byte_folder: Path, busy: in
         answers = [
             asyncio.create_task(service.app(one.scope, one.receive, one.send)) for one in held
         ]
-        await until(lambda: len(service.lifecycle.flights) == busy)
+        await until(lambda: len(service.lifecycle.requests) == busy)
         drain = asyncio.create_task(service.lifecycle.drain(timeout=30))
         for connection, answer in zip(held, answers, strict=True):
             await turns()
@@ -91,7 +91,7 @@ async def test_an_engine_is_left_with_its_last_request(byte_folder: Path) -> Non
         answer = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         await script.serve("new", byte_folder)
         await until(lambda: script.used == [0, 1])
         assert script.left == []
@@ -125,7 +125,7 @@ async def test_a_state_that_was_brought_along_is_given_back_first(
         made = await service.post("/v1/states", {"prompt": "abc", "return_state": "snapshot"})
         body = {**SHORT, "prompts": [""], "state": {"snapshot": made["snapshot"]}}
         await service.post(GENERATE, body)
-        assert not service.lifecycle.flights and client.stats.load().states == 1
+        assert not service.lifecycle.requests and client.stats.load().states == 1
         if ends == "drain":
             ending = asyncio.create_task(service.lifecycle.drain(timeout=30))
         else:
@@ -143,28 +143,28 @@ async def test_a_drain_does_not_wait_for_an_engine_that_does_not_answer(
     byte_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No longer than for requests."""
-    flights = RequestsInFlight()
+    requests = RequestsInFlight()
     never: asyncio.Event = asyncio.Event()
 
     async def work() -> None:
         await never.wait()
 
     async with running(fake_runner(byte_folder)) as service:
-        monkeypatch.setattr(service.lifecycle.runtime, "flights", flights)
-        flights.follow_up(work())
+        monkeypatch.setattr(service.lifecycle.runtime, "requests", requests)
+        requests.follow_up(work())
         await asyncio.wait_for(service.lifecycle.drain(timeout=0.05), 10)
-        assert not flights.all_ended
+        assert not requests.all_ended
         never.set()
-        await asyncio.wait_for(flights.ended(), 10)
+        await asyncio.wait_for(requests.ended(), 10)
 
 
 async def test_follow_ups_that_fail_hold_nothing_up() -> None:
-    flights = RequestsInFlight()
+    requests = RequestsInFlight()
 
     async def fail() -> None:
         raise RuntimeError("not told to anybody")
 
-    flights.follow_up(fail())
+    requests.follow_up(fail())
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    await asyncio.wait_for(flights.ended(), 10)
-    assert flights.all_ended
+    await asyncio.wait_for(requests.ended(), 10)
+    assert requests.all_ended

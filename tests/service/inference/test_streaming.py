@@ -18,7 +18,7 @@ BREAKS = 0  # a token that nobody can tell
 
 
 class Arrivals:
-    """A flight to which this comes."""
+    """A request to which this comes."""
 
     def __init__(self, *batches: list[Arrival]) -> None:
         self._batches = list(batches)
@@ -106,15 +106,15 @@ async def test_an_answer_that_cannot_be_told_says_no_more() -> None:
     assert await _sent(2, [_token(0), _token(1, BREAKS)], [_token(1), _token(0)]) == [
         "0:7", "1:error", "0:7", "done",
     ]  # fmt: skip
-    flight = Arrivals([_token(0), _token(1)], [_token(1, BREAKS)], [_token(0)])
+    inference = Arrivals([_token(0), _token(1)], [_token(1, BREAKS)], [_token(0)])
     chunks = EventSource(
-        cast(InferenceRequest, flight),
+        cast(InferenceRequest, inference),
         [Named(0), Named(1)],
         lambda which, _: b"%d:error " % which,
         bytes,
     )
     await chunks.next()
     chunks.write_through(cast(Writer, None))
-    assert [render([5]) for render in flight.renders] == [b"0:5 ", b"1:5 "]
+    assert [render([5]) for render in inference.renders] == [b"0:5 ", b"1:5 "]
     assert await chunks.next() == b"1:error "
-    assert [render([5]) for render in flight.renders] == [b"0:5 ", None]
+    assert [render([5]) for render in inference.renders] == [b"0:5 ", None]

@@ -280,7 +280,7 @@ async def test_a_client_that_leaves_waits_for_no_grammar(byte_folder: Path, stre
             one.gone.set()
         await asyncio.gather(*tasks)
         assert [one.sent for one in connections] == [[], []]
-        assert not service.lifecycle.flights
+        assert not service.lifecycle.requests
         assert len(check._asked) == 2, "neither has had its turn to the end"
         await until(lambda: not check._asked)
         families = await scrape(service)

@@ -94,7 +94,7 @@ async def test_a_request_keeps_the_model_that_it_began_with(byte_folder: Path) -
         held = asyncio.create_task(
             service.app(connection.scope, connection.receive, connection.send)
         )
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         await script.serve("new", byte_folder)
         await until(lambda: script.used == [0, 1])
         assert (await service.post(GENERATE, SHORT))["model"] == "new"
@@ -113,7 +113,7 @@ async def test_a_drain_waits_for_what_an_old_engine_has_in_flight(byte_folder: P
         held = asyncio.create_task(
             service.post(GENERATE, {**SHORT, "max_tokens": 100, "ignore_eos": True})
         )
-        await until(lambda: service.lifecycle.flights)
+        await until(lambda: service.lifecycle.requests)
         await script.serve("new", byte_folder)
         await until(lambda: script.used == [0, 1])
         await service.lifecycle.drain(timeout=30)

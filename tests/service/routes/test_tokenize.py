@@ -118,7 +118,7 @@ async def test_when_it_cannot_be_answered(
 
 async def test_it_costs_no_place_in_the_queue(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder, slots=1, max_waiting=0)) as service:
-        with service.lifecycle.runtime.flight(0.0, "", 0) as flight:
-            flight.reserve(1)
+        with service.lifecycle.runtime.begin(0.0, "", 0) as inference:
+            inference.reserve(1)
             await service.refused("/v1/completions", {"prompt": "a"}, None, 429)
             assert (await service.post(TOKENIZE, {"prompt": "a"}))["tokens"] == [97]
