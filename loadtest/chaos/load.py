@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from loadtest.chaos.judge import Ending, Verdict
-from service.terminal.bench.connection import BadAnswer, Connection, Server
+from service.terminal.bench.connection import BadResponse, Connection, Server
 
 PATIENCE = 60.0  # seconds until a request counts as hung
 PAUSE = 0.05  # of a user whom nobody serves
@@ -76,7 +76,7 @@ class Load:
             return "HUNG"
         except OSError:
             return "no server"
-        except BadAnswer:
+        except BadResponse:
             # A server that has ended takes connections from its backlog with it, unread.
             return "BROKEN" if connection is not None and connection.answered else "no server"
         finally:

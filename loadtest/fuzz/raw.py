@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from loadtest.fuzz.mutations import Mutator
-from service.terminal.bench.connection import BadAnswer, Connection, Server
+from service.terminal.bench.connection import BadResponse, Connection, Server
 
 # What is asked whole is answered long before; a request that announces more than it sends is not.
 PATIENCE = 2.0  # seconds
@@ -50,7 +50,7 @@ async def fuzz(url: str, requests: int, seed: int, connections: int) -> Outcome:
             except TimeoutError:
                 outcome.note("asked for more", request)
                 connection.close()
-            except BadAnswer:
+            except BadResponse:
                 # Closed without an answer, or more than one answer to what was more than one
                 # request.
                 outcome.note("closed", request)

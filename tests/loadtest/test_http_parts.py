@@ -9,17 +9,17 @@ from itertools import pairwise
 
 import pytest
 
-from service.terminal.bench.answers import Record, StreamedAnswer, WholeAnswer, unpack
 from service.terminal.bench.arrivals import schedule
-from service.terminal.bench.client import Report, Share
-from service.terminal.bench.connection import BadAnswer, Connection, Server
+from service.terminal.bench.client import Report, Workload
+from service.terminal.bench.connection import BadResponse, Connection, Server
 from service.terminal.bench.lengths import parse_lengths
-from service.terminal.bench.processes import shares
-from service.terminal.bench.questions import Asked, Questions
+from service.terminal.bench.processes import split
+from service.terminal.bench.request_bodies import RequestBodies, RequestOptions
+from service.terminal.bench.responses import Record, StreamedResponse, WholeResponse, unpack
 from service.terminal.bench.summary import parse_slo, summarize
 from service.terminal.bench.sweep import Probe, highest_rate
 
-ASKED = Asked(parse_lengths("8"), parse_lengths("4"))
+ASKED = RequestOptions(parse_lengths("8"), parse_lengths("4"))
 
 
 def test_constant_arrivals_are_even_and_bursts_come_at_once() -> None:
@@ -78,15 +78,15 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
 
 
 def test_questions_repeat_with_their_seed() -> None:
-    first, again, other = Questions(ASKED, 5), Questions(ASKED, 5), Questions(ASKED, 6)
+    first, again, other = RequestBodies(ASKED, 5), RequestBodies(ASKED, 5), RequestBodies(ASKED, 6)
     drawn = [first.draw() for _ in range(3)]
     assert drawn == [again.draw() for _ in range(3)]
     assert drawn != [other.draw() for _ in range(3)]
 
 
 def test_shares_hold_every_arrival_once() -> None:
-    whole = Share("http://x", ASKED, {}, 1.0, 0, due=[0.1 * i for i in range(7)], most_at_once=5)
-    parts = shares(whole, 3)
+    whole = Workload("http://x", ASKED, {}, 1.0, 0, due=[0.1 * i for i in range(7)], most_at_once=5)
+    parts = split(whole, 3)
     assert sorted(time for part in parts for time in part.due) == whole.due
     assert sum(part.most_at_once or 0 for part in parts) == 5
     assert len({part.seed for part in parts}) == 3
@@ -173,7 +173,7 @@ def test_streams_are_timed_per_prompt_wherever_they_are_cut() -> None:
         b"data: [DONE]\n\n"
     )
     for step in (1, 7, len(text)):
-        answer, record = StreamedAnswer(0.0), Record(0.0, 0.0)
+        answer, record = StreamedResponse(0.0), Record(0.0, 0.0)
         for begin in range(0, len(text), step):
             answer.take(text[begin : begin + step])
         answer.close(record)
@@ -191,17 +191,17 @@ def test_streams_are_timed_per_prompt_wherever_they_are_cut() -> None:
     ],
 )
 def test_how_a_stream_ended_is_told(text: bytes, outcome: str) -> None:
-    answer, record = StreamedAnswer(0.0), Record(0.0, 0.0)
+    answer, record = StreamedResponse(0.0), Record(0.0, 0.0)
     answer.take(text)
     answer.close(record)
     assert record.outcome == outcome and record.tokens <= 1
 
 
 def test_errors_have_the_code_of_their_body() -> None:
-    answer = WholeAnswer()
+    answer = WholeResponse()
     answer.take(b'{"error": {"message": "m", "type": "t", "param": null, "code": "queue_full"}}')
     assert answer.error(429) == ("429 queue_full", "m")
-    assert WholeAnswer().error(502) == ("502", "")
+    assert WholeResponse().error(502) == ("502", "")
 
 
 def _asks(*answers: bytes, step: int = 1 << 20) -> list[tuple[int, bytes]]:
@@ -250,7 +250,7 @@ def test_an_answer_without_a_length_ends_with_its_connection() -> None:
 
 @pytest.mark.parametrize("answer", [PLAIN[:-1], CHUNKED[:-4], b"SSH-2.0\r\n\r\n", b""])
 def test_what_is_no_whole_answer_raises(answer: bytes) -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(BadResponse):
         _asks(answer)
 
 

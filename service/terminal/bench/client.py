@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from service.terminal.bench.answers import Record, StreamedAnswer, WholeAnswer
-from service.terminal.bench.connection import BadAnswer, Connection, Server
-from service.terminal.bench.questions import PATHS, Asked, Questions
+from service.terminal.bench.connection import BadResponse, Connection, Server
+from service.terminal.bench.request_bodies import PATHS, RequestBodies, RequestOptions
+from service.terminal.bench.responses import Record, StreamedResponse, WholeResponse
 
 try:
     from uvloop import new_event_loop
@@ -25,11 +25,11 @@ LOOK_SECONDS = 0.01  # between looks at the event loop's own lateness
 
 
 @dataclass(frozen=True)
-class Share:
+class Workload:
     """What one process is to do: an open loop at the times `due`, or `closed` users in turns."""
 
     url: str
-    asked: Asked
+    asked: RequestOptions
     headers: dict[str, str]
     timeout: float  # seconds of a request
     seed: int
@@ -50,11 +50,11 @@ class Report:
 
 
 class _Client:
-    def __init__(self, share: Share, start: float) -> None:
-        self._share = share
+    def __init__(self, workload: Workload, start: float) -> None:
+        self._workload = workload
         self._start = start
-        self._server = Server(share.url, share.headers)
-        self._path = PATHS[share.asked.endpoint]
+        self._server = Server(workload.url, workload.headers)
+        self._path = PATHS[workload.asked.endpoint]
         self._idle: list[Connection] = []
         self.records: list[Record] = []
 
@@ -63,11 +63,11 @@ class _Client:
 
     async def send(self, body: bytes, due: float) -> None:
         """One request, to its record."""
-        share = self._share
-        record = Record(due=due, sent=self.now(), prompts=share.asked.batch)
+        workload = self._workload
+        record = Record(due=due, sent=self.now(), prompts=workload.asked.batch)
         self.records.append(record)
-        whole = WholeAnswer()
-        answer = StreamedAnswer(self._start) if share.asked.streams else whole
+        whole = WholeResponse()
+        answer = StreamedResponse(self._start) if workload.asked.streams else whole
         request = self._server.request(self._path, body)
         connection: Connection | None = None
 
@@ -76,14 +76,14 @@ class _Client:
             (answer if connection is not None and connection.status == 200 else whole).take(data)
 
         try:
-            async with asyncio.timeout(share.timeout):
+            async with asyncio.timeout(workload.timeout):
                 while True:
                     reused = bool(self._idle)
                     connection = self._idle.pop() if reused else await self._server.connect()
                     try:
                         status = await connection.ask(request, take)
                         break
-                    except BadAnswer:
+                    except BadResponse:
                         # The server may close an idle connection at the moment of its next use.
                         if not reused or connection.answered:
                             raise
@@ -93,7 +93,7 @@ class _Client:
             record.outcome = "timeout"
         except OSError as error:
             record.outcome = f"no connection: {error.strerror or type(error).__name__}"
-        except BadAnswer as error:
+        except BadResponse as error:
             record.outcome = f"connection lost: {error}"
         finally:
             record.end = self.now()
@@ -104,34 +104,34 @@ class _Client:
                 else:
                     self._idle.append(connection)
 
-    async def open_loop(self, questions: Questions) -> None:
-        room = asyncio.Semaphore(self._share.most_at_once or 1 << 30)
+    async def open_loop(self, bodies: RequestBodies) -> None:
+        room = asyncio.Semaphore(self._workload.most_at_once or 1 << 30)
 
         async def one(body: bytes, due: float) -> None:
             async with room:
                 await self.send(body, due)
 
         async with asyncio.TaskGroup() as tasks:
-            for due in self._share.due:
-                body = questions.draw()
+            for due in self._workload.due:
+                body = bodies.draw()
                 await asyncio.sleep(max(0.0, due - self.now()))
                 tasks.create_task(one(body, due))
 
-    async def closed_loop(self, questions: Questions) -> None:
-        left = self._share.count
+    async def closed_loop(self, bodies: RequestBodies) -> None:
+        left = self._workload.count
 
         async def user() -> None:
             nonlocal left
             while left is None or left > 0:
-                if self._share.seconds is not None and self.now() >= self._share.seconds:
+                if self._workload.seconds is not None and self.now() >= self._workload.seconds:
                     return
                 if left is not None:
                     left -= 1
-                body = questions.draw()
+                body = bodies.draw()
                 await self.send(body, self.now())
 
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._share.closed):
+            for _ in range(self._workload.closed):
                 tasks.create_task(user())
 
     def close(self) -> None:
@@ -146,13 +146,13 @@ async def _watch(late: array[float]) -> None:
         late.append(max(0.0, time.monotonic() - begun - LOOK_SECONDS))
 
 
-async def _drive(share: Share, questions: Questions, client: _Client) -> Report:
+async def _drive(workload: Workload, bodies: RequestBodies, client: _Client) -> Report:
     await asyncio.sleep(max(0.0, -client.now()))
     late: array[float] = array("d")
     watch = asyncio.create_task(_watch(late))
     used, begun = time.process_time(), time.monotonic()
     try:
-        await (client.closed_loop if share.closed else client.open_loop)(questions)
+        await (client.closed_loop if workload.closed else client.open_loop)(bodies)
     finally:
         watch.cancel()
         with suppress(asyncio.CancelledError):
@@ -162,14 +162,14 @@ async def _drive(share: Share, questions: Questions, client: _Client) -> Report:
     return Report(client.records, late.tobytes(), busy)
 
 
-def drive(share: Share, start: Callable[[], float]) -> Report:
-    """Carries the share out; `start` tells, when this process is ready, the time.monotonic at
+def drive(workload: Workload, start: Callable[[], float]) -> Report:
+    """Carries the workload out; `start` tells, when this process is ready, the time.monotonic at
     which the run begins. Raises OSError or ValueError for files and addresses of no use."""
-    questions = Questions(share.asked, share.seed)
+    bodies = RequestBodies(workload.asked, workload.seed)
     with _young_garbage_alone():
-        client = _Client(share, start())
+        client = _Client(workload, start())
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            return runner.run(_drive(share, questions, client))
+            return runner.run(_drive(workload, bodies, client))
 
 
 @contextmanager

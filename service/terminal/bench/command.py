@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from service.terminal.bench.answers import Record
 from service.terminal.bench.extra import check_installed
-from service.terminal.bench.options import parser, share_of
+from service.terminal.bench.options import parser, workload_of
 from service.terminal.bench.output import print_comparison, print_summary
 from service.terminal.bench.page import save_page
 from service.terminal.bench.processes import run
 from service.terminal.bench.report import print_environment, print_table, save_json
+from service.terminal.bench.responses import Record
 from service.terminal.bench.summary import parse_slo, summarize
 from service.terminal.bench.sweep import Probe, highest_rate
 
@@ -24,7 +24,7 @@ SILENT = {"api_key", "json", "html", "compare"}
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     """One run. Raises OSError, ValueError, RuntimeError."""
-    reports = run(share_of(args), args.processes)
+    reports = run(workload_of(args), args.processes)
     summary = summarize(reports, parse_slo(args.slo) if args.slo else None)
     summary["run"] = {
         name: str(value)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 MOST_HEAD = 2**16  # bytes
 
 
-class BadAnswer(Exception):
+class BadResponse(Exception):
     """What came is no HTTP, or ended before its end."""
 
 
@@ -35,12 +35,12 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[int] | None = None
 
     async def ask(self, request: bytes, on_body: Callable[[bytes], None]) -> int:
-        """Raises BadAnswer."""
+        """Raises BadResponse."""
         assert self._transport is not None and self._answer is None
         self._part, self._keeps, self.answered = "head", True, False
         self.status = 0
         if not self.open:
-            raise BadAnswer("the server closed the connection")
+            raise BadResponse("the server closed the connection")
         self._on_body = on_body
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -75,7 +75,7 @@ class Connection(asyncio.Protocol):
         try:
             while self._advance():
                 pass
-        except (BadAnswer, ValueError, IndexError) as error:
+        except (BadResponse, ValueError, IndexError) as error:
             self._fail(f"not understood: {error}")
             self.close()
 
@@ -124,12 +124,12 @@ class Connection(asyncio.Protocol):
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > MOST_HEAD:
-                raise BadAnswer("the head of the answer does not end")
+                raise BadResponse("the head of the answer does not end")
             return False
         first, *lines = bytes(self._buffer[:end]).lower().split(b"\r\n")
         del self._buffer[: end + 4]
         if not first.startswith(b"http/1."):
-            raise BadAnswer(f"an answer that begins {first[:40]!r}")
+            raise BadResponse(f"an answer that begins {first[:40]!r}")
         self.status = int(first.split(b" ", 2)[1])
         if self.status < 200:
             return True
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, reason: str) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(BadAnswer(reason))
+            self._answer.set_exception(BadResponse(reason))
 
 
 class Server:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from service.terminal.bench.arrivals import schedule
-from service.terminal.bench.client import Share
+from service.terminal.bench.client import Workload
 from service.terminal.bench.lengths import parse_lengths
-from service.terminal.bench.questions import PATHS, Asked
+from service.terminal.bench.request_bodies import PATHS, RequestOptions
 from service.terminal.bench.summary import Slo, parse_slo
 
 LENGTHS = "64, uniform:16:512 or lognormal:MEDIAN:SIGMA:MOST"
@@ -80,7 +80,7 @@ def _fields(text: str) -> dict[str, Any]:
     return found
 
 
-def _check_measured(slo: Slo, asked: Asked) -> None:
+def _check_measured(slo: Slo, asked: RequestOptions) -> None:
     """Raises ValueError for an SLO with a limit of what no answer will tell."""
     streamed = [name for name in slo.limits if name != "e2e"]
     if streamed and not asked.streams:
@@ -96,7 +96,7 @@ def _check_measured(slo: Slo, asked: Asked) -> None:
         )
 
 
-def share_of(args: argparse.Namespace) -> Share:
+def workload_of(args: argparse.Namespace) -> Workload:
     """All that is to be done, before it is dealt out. Raises ValueError."""
     if sum(source is not None for source in (args.data, args.lines, args.ids)) > 1:
         raise ValueError("--data, --lines and --ids exclude each other")
@@ -107,7 +107,7 @@ def share_of(args: argparse.Namespace) -> Share:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value}: it must be above 0")
     count = 200 if args.requests is None and args.seconds is None else args.requests
-    asked = Asked(
+    asked = RequestOptions(
         endpoint=args.endpoint,
         stream=not args.no_stream,
         batch=args.batch,
@@ -133,7 +133,7 @@ def share_of(args: argparse.Namespace) -> Share:
     if args.arrivals == "closed":
         if args.max_concurrency is None:
             raise ValueError("closed arrivals need --max-concurrency, the number of users")
-        return Share(closed=args.max_concurrency, count=count, seconds=args.seconds, **common)
+        return Workload(closed=args.max_concurrency, count=count, seconds=args.seconds, **common)
     due = schedule(
         args.arrivals,
         args.rate,
@@ -143,4 +143,4 @@ def share_of(args: argparse.Namespace) -> Share:
         burst=args.burst,
         seed=args.seed,
     )
-    return Share(due=due, most_at_once=args.max_concurrency, **common)
+    return Workload(due=due, most_at_once=args.max_concurrency, **common)

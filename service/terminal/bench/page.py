@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.terminal.bench.answers import Record
 from service.terminal.bench.output import RATES, TITLES
+from service.terminal.bench.responses import Record
 from service.terminal.bench.summary import series
 
 MOST_POINTS = 4000  # of one curve or cloud

@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from service.terminal.bench.client import Report, Share, drive
+from service.terminal.bench.client import Report, Workload, drive
 
 HEAD_START = 0.05  # seconds from the last process's readiness until the run begins
 
 
-def shares(whole: Share, processes: int) -> list[Share]:
+def split(whole: Workload, processes: int) -> list[Workload]:
     """`whole` dealt out: arrivals in turn, users and the most at once as evenly as can be."""
     if processes == 1:
         return [whole]
@@ -37,7 +37,7 @@ def shares(whole: Share, processes: int) -> list[Share]:
     ]
 
 
-def run(whole: Share, processes: int) -> list[Report]:
+def run(whole: Workload, processes: int) -> list[Report]:
     """The reports of all processes. Raises ValueError, OSError, and RuntimeError where a process
     ends without a report."""
     limits = [number for number in (whole.closed or None, whole.most_at_once) if number]
@@ -49,9 +49,9 @@ def run(whole: Share, processes: int) -> list[Report]:
     pipes: list[Connection] = []
     started = []
     try:
-        for share in shares(whole, processes):
+        for workload in split(whole, processes):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(share, theirs), daemon=True)
+            process = context.Process(target=_work, args=(workload, theirs), daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -78,13 +78,13 @@ def _take(pipe: Connection) -> Report:
     return said  # type: ignore[no-any-return]
 
 
-def _work(share: Share, pipe: Connection) -> None:
+def _work(workload: Workload, pipe: Connection) -> None:
     def start() -> float:
         pipe.send(None)
         begin: float = pipe.recv()
         return begin
 
     try:
-        pipe.send(drive(share, start))
+        pipe.send(drive(workload, start))
     except (OSError, ValueError) as error:
         pipe.send(error)

@@ -1,4 +1,4 @@
-"""What is asked: bodies of requests, drawn from a seed."""
+"""Bodies of requests, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PATHS: dict[Endpoint, str] = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How requests are made."""
+class RequestOptions:
+    """What the requests of a workload ask for."""
 
     prompt_lengths: Lengths  # characters, or token ids
     answer_lengths: Lengths  # tokens
@@ -42,17 +42,17 @@ class Asked:
         return self.stream and self.endpoint != "score"
 
 
-class Questions:
+class RequestBodies:
     """An endless supply of bodies; the same for the same seed. Raises OSError, ValueError."""
 
-    def __init__(self, asked: Asked, seed: int) -> None:
+    def __init__(self, asked: RequestOptions, seed: int) -> None:
         if asked.batch < 1:
             raise ValueError(f"{asked.batch} prompts a request: at least 1")
         self._asked = asked
         self._random = random.Random(seed)
         self._prompt = self._source(asked)
 
-    def _source(self, asked: Asked) -> Callable[[], str | list[int]]:
+    def _source(self, asked: RequestOptions) -> Callable[[], str | list[int]]:
         lengths, choice = asked.prompt_lengths, self._random
         if asked.vocabulary is not None:
             ids = range(asked.vocabulary)

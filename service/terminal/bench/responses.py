@@ -75,7 +75,7 @@ _decode_frame = msgspec.json.Decoder(_Frame).decode
 _decode_error = msgspec.json.Decoder(_Error).decode
 
 
-class StreamedAnswer:
+class StreamedResponse:
     """Server-sent events: when each prompt's tokens came. `take` is called with the body's parts;
     whoever calls `take` late reads a late time, so that the run watches its own lateness."""
 
@@ -143,7 +143,7 @@ class StreamedAnswer:
             record.outcome = "stream cut short"
 
 
-class WholeAnswer:
+class WholeResponse:
     """A plain JSON answer: what it counts."""
 
     def __init__(self) -> None:

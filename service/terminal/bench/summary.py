@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.terminal.bench.answers import Record, unpack
 from service.terminal.bench.client import Report
 from service.terminal.bench.report import percentile
+from service.terminal.bench.responses import Record, unpack
 
 PERCENTS = (50, 90, 99, 99.9)
 SERIES = {"ttft": "time to first token", "tpot": "time per output token after the first",
