@@ -382,7 +382,10 @@ class InferenceRequest:
 
 
 class _FastPath:
-    """Renders and writes plain tokens of one request as they come, past `next_arrivals`."""
+    """Renders and writes plain tokens of one request as they come, past `next_arrivals`.
+
+    The inbox alone holds it: a request that knew its own fast path would be a reference cycle.
+    """
 
     __slots__ = ("_inference", "_renders", "_writer")
 
