@@ -33,7 +33,7 @@ class Arrivals:
     def drop(self, which: int) -> None:
         """What else comes of it is among the batches."""
 
-    def tap(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
+    def write_through(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
         self.renders = renders
 
 
