@@ -1,0 +1,75 @@
+"""The shapes and types that the fused GEMMs tell torch of, without a GPU: on the meta device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.gemm import (
+    PART,
+    linear_best,
+    linear_embed,
+    linear_map,
+    linear_residual_,
+    linear_step,
+)
+
+ROWS, INPUTS, CHANNELS = 5, 128, 192
+EPS = 1e-6
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def like(tensor: Tensor) -> tuple[list[int], torch.dtype]:
+    return list(tensor.shape), tensor.dtype
+
+
+X, WEIGHT = meta(ROWS, INPUTS), meta(CHANNELS, INPUTS)
+SQUARES = meta(INPUTS // 64, ROWS, dtype=torch.float32)
+NOTHING = [0, CHANNELS], torch.bfloat16
+SCALED = [ROWS, CHANNELS], torch.bfloat16
+NO_SUMS = [0, ROWS], torch.float32
+SUMS = [CHANNELS // 64, ROWS], torch.float32
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_linear_map(fixed_order: bool) -> None:
+    y = linear_map(X, SQUARES, EPS, WEIGHT, gelu=True, fixed_order=fixed_order)
+    assert like(y) == ([ROWS, CHANNELS], torch.bfloat16)
+    logits = linear_map(X, None, EPS, WEIGHT, logits=True, fixed_order=fixed_order)
+    assert like(logits) == ([ROWS, CHANNELS], torch.float32)
+
+
+@pytest.mark.parametrize("gates", [2, 3])
+def test_linear_step(gates: int) -> None:
+    state, slots = meta(9, CHANNELS, dtype=torch.float32), meta(ROWS, dtype=torch.int32)
+    h = linear_step(X, SQUARES, EPS, meta(gates * CHANNELS, INPUTS), None, state, slots)
+    assert like(h) == ([ROWS, CHANNELS], torch.bfloat16)
+
+
+def test_linear_best() -> None:
+    best = linear_best(X, SQUARES, EPS, meta(2 * PART + 8, INPUTS), None, 2 * PART + 1)
+    assert like(best) == ([ROWS, 3], torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("norm", "squares", "scaled", "sums"),
+    [
+        (False, False, NOTHING, NO_SUMS),
+        (False, True, NOTHING, SUMS),
+        (True, False, SCALED, SUMS),
+        (True, True, SCALED, SUMS),
+    ],
+)
+def test_what_the_next_norm_reads(norm: bool, squares: bool, scaled: object, sums: object) -> None:
+    norm_weight = meta(CHANNELS) if norm else None
+    stream = meta(ROWS, CHANNELS)
+    given = linear_residual_(X, WEIGHT, None, stream, norm_weight, squares=squares)
+    assert [*map(like, given)] == [scaled, sums]
+    ids = meta(ROWS, dtype=torch.int32)
+    x, *given = linear_embed(ids, meta(300, CHANNELS), norm_weight, squares)
+    assert like(x) == ([ROWS, CHANNELS], torch.bfloat16)
+    assert [*map(like, given)] == [scaled, sums]
