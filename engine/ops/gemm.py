@@ -15,9 +15,6 @@ Weights are read while the kernel ahead on the stream may still be running, so t
 be the one that writes them: a weight is no result of an operator of this library, and whoever has
 just changed weights synchronises before the next call. The same holds for biases and norm weights.
 Matrices and vectors begin at multiples of 16 bytes, as torch allocates them.
-
-All operators raise RuntimeError where shapes, dtypes or devices do not fit, and NotImplementedError
-on the CPU.
 """
 
 from typing import Any
@@ -304,8 +301,7 @@ def _empty_norm_inputs(
     return x.new_empty((rows, channels)), x.new_empty((blocks, tokens), dtype=torch.float32)
 
 
-# Fakes name the arguments that decide about results and take the others, of which torch passes only
-# those that differ from the schema's defaults, as they come.
+# Fakes name only the arguments that decide about the results; the schema checks the others.
 
 
 def _fake_map(

@@ -402,8 +402,8 @@ def minlstm_scan_train_reference(
     return _scan_train(a, b, cu_seqlens, h0)
 
 
-# Shapes of results and gradients. Fakes name only the arguments that decide about the results, so
-# that the two cells share them: they differ in flags and in the number of gates.
+# Fakes name only the arguments that decide about the results, so that cells, whose flags differ,
+# share them.
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
