@@ -18,8 +18,12 @@ PAGES = (
     "docker/README.md",
     "engine/README.md",
     "engine/NOTES.md",
-    *(f"csrc/{folder}README.md" for folder in ("", "scan/", "persistent_decode/", "gemm/")),
-    *(f"csrc/{folder}/NOTES.md" for folder in ("persistent_decode", "gemm")),
+    "csrc/README.md",
+    *(
+        f"csrc/{folder}/{page}.md"
+        for folder in ("scan", "sampling", "persistent_decode", "gemm")
+        for page in ("README", "NOTES")
+    ),
 )
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
