@@ -5,6 +5,11 @@
 // activations. The instruction sums up the even and the odd ones of 32 inputs by themselves, then
 // adds both to the sum, whatever the other rows are: so bits still depend on a row alone, if all
 // products are formed this way, or added up alike (few_rows.h).
+//
+// Source: Intel 64 and IA-32 Architectures Software Developer's Manual. Volume 1, "Programming with
+// Intel Advanced Matrix Extensions": palette 1 (eight tiles of 16 rows of 64 bytes) and the 64 bytes
+// that LDTILECFG reads (TileShapes::Config). Volume 2, TDPBF16PS: row k of the second operand holds
+// inputs 2k and 2k + 1 of 16 outputs side by side (VNNI), which is how a panel is packed (plan.h).
 #pragma once
 
 #include "avx512_blocks.h"
@@ -74,7 +79,7 @@ class TileShapes {
     std::uint16_t bytes[16];
     std::uint8_t rows[16];
   };
-  static_assert(sizeof(Config) == 64, "as the processor reads it");
+  static_assert(sizeof(Config) == 64, "as LDTILECFG reads it");
   std::int64_t first_ = 0, second_ = 0;
 };
 
