@@ -117,7 +117,7 @@ def paths(model: LM, head: SeparateHead) -> list[ExecutionPath]:
             )
         ]
 
-    def tune(kind: Workload, sizes: Collection[int]) -> None:
+    def tune(workload: Workload, sizes: Collection[int]) -> None:
         head.tune(sizes)
 
     return [

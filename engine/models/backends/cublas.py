@@ -214,8 +214,8 @@ def base_path(products: CublasPath) -> ExecutionPath:
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         return products.logits(products.step(tokens, state, slots))
 
-    def tune(kind: Workload, sizes: Collection[int]) -> None:
-        products.tune(sizes, [] if kind == "prompt" else sizes)
+    def tune(workload: Workload, sizes: Collection[int]) -> None:
+        products.tune(sizes, [] if workload == "prompt" else sizes)
 
     return ExecutionPath(
         name=NAME,
@@ -233,14 +233,14 @@ def paths_of_many(
     """The paths beside one that is quicker for few tokens: around its `middle` of a layer, and with
     products of the library alone."""
 
-    def tune_around(kind: Workload, sizes: Collection[int]) -> None:
+    def tune_around(workload: Workload, sizes: Collection[int]) -> None:
         products.tune_around(sizes)
-        if kind != "prompt":
+        if workload != "prompt":
             head.tune(sizes)
 
-    def tune(kind: Workload, sizes: Collection[int]) -> None:
+    def tune(workload: Workload, sizes: Collection[int]) -> None:
         products.tune(sizes, [])
-        if kind != "prompt":
+        if workload != "prompt":
             head.tune(sizes)
 
     many = range(FEW_ROWS + 1, sys.maxsize)

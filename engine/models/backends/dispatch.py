@@ -26,9 +26,9 @@ from engine.models.state import ModelState, Step, StepToBests
 
 log = logging.getLogger(__name__)
 
-#: What is chosen a path for, each with sizes of its own: steps of so few sequences that only
-#: kernels of a whole step compete ("few"), other steps ("step"), prompts ("prompt"), and steps that
-#: need the best token alone ("argmax"). A size is a number of sequences, of a prompt one of tokens.
+#: What a path is chosen for, at each size by itself: steps of so few sequences that only kernels of
+#: a whole step compete ("few"), other steps ("step"), prompts ("prompt"), and steps of which the
+#: best token alone is wanted ("argmax"). The size of a step is its rows, of a prompt its tokens.
 Workload = Literal["few", "step", "prompt", "argmax"]
 
 #: tokens, cu_seqlens, state, slots -> hidden states (ModelBackend.prefill)
@@ -46,18 +46,18 @@ class ExecutionPath:
 
     Args:
         name: unique in a table; the tuning cache and the log know the path by it.
-        sizes: of which kinds and sizes the path is timed. Of others of the kind the fewest and the
-            most that it takes.
-        unmeasured: of which it is taken where nothing was timed. The last row that claims a size
-            has it, and one row claims all of a kind.
-        at_once: of more rows it takes turns, on some GPUs; so beyond that only as many as were
+        sizes: by workload, the sizes at which it competes. Where it was chosen for a neighbour it
+            takes no more than these, and for fewer the table's first path does.
+        unmeasured: by workload, the sizes that it has where nothing was timed. The last path that
+            claims a size has it.
+        at_once: of more rows it takes turns on some GPUs, so it has no more than this or than were
             timed.
         step: tokens int32 [batch], state, slots int32 [batch] -> logits fp32 [batch, vocabulary].
         step_to_bests: the same step with a head that finds the best token instead of logits; None:
             the path cannot end so, or it would not pay.
         prefill: None: the path reads no prompts.
-        tune: chooses kernels for sizes of a kind, before they are timed or captured. Waits for the
-            device. None: there is nothing to choose.
+        tune: chooses kernels for sizes of a workload before they are timed or captured. Waits for
+            the device. None: there is nothing to choose.
     """
 
     name: str
@@ -69,9 +69,9 @@ class ExecutionPath:
     at_once: int = sys.maxsize
     tune: Callable[[Workload, Collection[int]], None] | None = None
 
-    def takes(self, kind: Workload, size: int) -> bool:
+    def takes(self, workload: Workload, size: int) -> bool:
         """Whether it competes there."""
-        return kind in self.sizes and size in self.sizes[kind]
+        return workload in self.sizes and size in self.sizes[workload]
 
 
 class Row(NamedTuple):
@@ -100,7 +100,7 @@ def to_be_timed(sizes: Iterable[int]) -> list[int]:
 
 
 def nearest(
-    kind: Workload,
+    workload: Workload,
     chosen: Mapping[int, ExecutionPath],
     size: int,
     unmeasured: ExecutionPath,
@@ -111,7 +111,7 @@ def nearest(
     Nearest by ratio: of two powers of two the larger one counts from 1.42 times the smaller one on.
 
     Args:
-        chosen: by size, of this kind.
+        chosen: by size, of this workload.
         unmeasured: what is taken where no path that was chosen takes so many.
         base: what is taken where the nearest one does not take so few.
     """
@@ -119,20 +119,20 @@ def nearest(
     possible = {
         other: path
         for other, path in chosen.items()
-        if size < path.sizes.get(kind, ANY).stop and size <= max(path.at_once, timed)
+        if size < path.sizes.get(workload, ANY).stop and size <= max(path.at_once, timed)
     }
     if not possible or size == 0:
         return unmeasured
     path = possible[min(possible, key=lambda other: max(other, size) / min(other, size))]
-    return base if size < path.sizes.get(kind, ANY).start else path
+    return base if size < path.sizes.get(workload, ANY).start else path
 
 
 class PathBackend:
     """A ModelBackend of `model` that reads tokens by the quickest of `paths`.
 
-    Of paths that are alike the first one is taken. The first also takes what no other can.
-
     Args:
+        paths: of those that are alike the first one is taken. The first of all reads prompts and
+            steps of any size.
         logits: of hidden states: bf16 or fp32 [n, d_model] -> fp32 [n, vocabulary].
         tune_logits: chooses its kernels for so many rows; None: there is nothing to choose.
         tuning: what was measured before; None: everything is measured.
@@ -167,21 +167,23 @@ class PathBackend:
         for size in sorted(set(steps)):
             sizes[self._kind_of_step(size)].append(size)
         timed = {
-            kind: [size for size in to_be_timed(own) if len(self._candidates(kind, size)) > 1]
-            for kind, own in sizes.items()
+            workload: [
+                size for size in to_be_timed(own) if len(self._candidates(workload, size)) > 1
+            ]
+            for workload, own in sizes.items()
         }
-        for kind, own in timed.items():
-            self._tune(kind, {size: self._candidates(kind, size) for size in own})
+        for workload, own in timed.items():
+            self._tune(workload, {size: self._candidates(workload, size) for size in own})
         if self._tune_logits is not None:
             self._tune_logits(logits)
-        for kind, own in timed.items():
+        for workload, own in timed.items():
             for size in own:
-                self._choose(kind, size, self._candidates(kind, size))
+                self._choose(workload, size, self._candidates(workload, size))
         for size, path in self.chosen["step"].items():
             self._choose_to_bests(size, path)
         # Those between, whose paths are known now.
-        for kind, own in sizes.items():
-            self._tune(kind, {size: [self.path(kind, size)] for size in own})
+        for workload, own in sizes.items():
+            self._tune(workload, {size: [self.path(workload, size)] for size in own})
         torch.cuda.empty_cache()  # graphs take their memory from elsewhere
         self._tuning.save()
         if self._tuning.measured or self._tuning.read:
@@ -191,30 +193,30 @@ class PathBackend:
                 self._tuning.path or "no tuning cache",
             )
 
-    def _tune(self, kind: Workload, paths: Mapping[int, Collection[ExecutionPath]]) -> None:
+    def _tune(self, workload: Workload, paths: Mapping[int, Collection[ExecutionPath]]) -> None:
         """Has the paths choose kernels for the sizes that they are to read."""
         for path in self.paths:
             sizes = [size for size, own in paths.items() if path in own]
             if path.tune is not None and sizes:
-                path.tune(kind, sizes)
+                path.tune(workload, sizes)
 
     def _kind_of_step(self, rows: int) -> Workload:
         return "few" if any(path.takes("few", rows) for path in self.paths) else "step"
 
-    def _candidates(self, kind: Workload, size: int) -> list[ExecutionPath]:
-        return [path for path in self.paths if path.takes(kind, size)]
+    def _candidates(self, workload: Workload, size: int) -> list[ExecutionPath]:
+        return [path for path in self.paths if path.takes(workload, size)]
 
-    def path(self, kind: Workload, size: int) -> ExecutionPath:
+    def path(self, workload: Workload, size: int) -> ExecutionPath:
         """Which one reads so many: as was measured, or as is taken unmeasured."""
         unmeasured = self.paths[0]
         for path in self.paths:
-            if size in path.unmeasured.get(kind, ()):
+            if size in path.unmeasured.get(workload, ()):
                 unmeasured = path
-        return nearest(kind, self.chosen[kind], size, unmeasured, self.paths[0])
+        return nearest(workload, self.chosen[workload], size, unmeasured, self.paths[0])
 
-    def _choose(self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]) -> None:
+    def _choose(self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]) -> None:
         with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
-            self.chosen[kind][size] = self._quickest(kind, size, candidates)
+            self.chosen[workload][size] = self._quickest(workload, size, candidates)
 
     def _choose_to_bests(self, rows: int, path: ExecutionPath) -> None:
         """Whether a step whose path ends with all logits, which are read once more by a draw, had
@@ -229,17 +231,17 @@ class PathBackend:
             self._choose("argmax", rows, [path, *others])
 
     def _quickest(
-        self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]
+        self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]
     ) -> ExecutionPath:
         names = [path.name for path in candidates]
-        known = self._tuning.path_of(kind, size, names)
+        known = self._tuning.path_of(workload, size, names)
         if known is None:
-            known = names[self._timed(kind, size, candidates)]
-            self._tuning.add_path(kind, size, names, known)
+            known = names[self._timed(workload, size, candidates)]
+            self._tuning.add_path(workload, size, names, known)
         return candidates[names.index(known)]
 
     @torch.no_grad()
-    def _timed(self, kind: Workload, size: int, candidates: Sequence[ExecutionPath]) -> int:
+    def _timed(self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]) -> int:
         """Reads random tokens by each path, of as many sequences or as a prompt."""
         device = self.model.norm.weight.device
         random = torch.Generator(device).manual_seed(0)
@@ -247,10 +249,10 @@ class PathBackend:
         tokens = torch.randint(
             vocabulary, (size,), dtype=torch.int32, device=device, generator=random
         )
-        prompt = kind == "prompt"
+        prompt = workload == "prompt"
         state = self.model.new_state(1 if prompt else size)
         slots = torch.arange(1 if prompt else size, dtype=torch.int32, device=device)
-        read = {"prompt": _read_prompt, "argmax": _find_bests}.get(kind, _read_step)
+        read = {"prompt": _read_prompt, "argmax": _find_bests}.get(workload, _read_step)
         runs = [partial(read, path, tokens, state, slots) for path in candidates]
         # Steps follow one another for as long as somebody is served, prompts come between them.
         return quickest_graph_of(runs, lasting=not prompt)

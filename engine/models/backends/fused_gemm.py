@@ -271,7 +271,7 @@ def path(chain: FusedGemmPath, *, bests: bool = False) -> ExecutionPath:
 def path_to_head(chain: FusedGemmPath, head: SeparateHead) -> ExecutionPath:
     """The path of steps of many rows that end before the head."""
 
-    def tune(kind: Workload, sizes: Collection[int]) -> None:
+    def tune(workload: Workload, sizes: Collection[int]) -> None:
         head.tune(sizes)
 
     many = range(FEW_ROWS + 1, sys.maxsize)
