@@ -11,9 +11,9 @@ namespace cuda {
 // Blocks enough that every multiprocessor of a large GPU has some.
 constexpr long long kEnoughBlocks = 264;
 
-// For `groups` of rows, each of which takes `per_group` threads: a group's are dealt evenly to as
-// few blocks of up to kThreads as hold them, or to more and smaller ones where all groups' would be
-// fewer than kEnoughBlocks. From shapes alone, so that a launch can be captured; what a thread
+// For `groups` of rows, each of which takes `per_group` threads: a group's are spread evenly over
+// as few blocks of up to kThreads as hold them, or to more and smaller ones where all groups' would
+// be fewer than kEnoughBlocks. From shapes alone, so that a launch can be captured; what a thread
 // computes does not depend on it. Threads and groups are rounded up, so some have nothing to do.
 inline Grid row_grid(long long groups, long long per_group) {
   const long long fewest = (per_group + kThreads - 1) / kThreads, most = (per_group + 31) / 32;

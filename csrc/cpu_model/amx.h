@@ -7,9 +7,10 @@
 // products are formed this way, or added up alike (few_rows.h).
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual. Volume 1, "Programming with
-// Intel Advanced Matrix Extensions": palette 1 (eight tiles of 16 rows of 64 bytes) and the 64 bytes
-// that LDTILECFG reads (TileShapes::Config). Volume 2, TDPBF16PS: row k of the second operand holds
-// inputs 2k and 2k + 1 of 16 outputs side by side (VNNI), which is how a panel is packed (plan.h).
+// Intel Advanced Matrix Extensions": palette 1 (eight tiles of 16 rows of 64 bytes) and the 64
+// bytes that LDTILECFG reads (TileShapes::Config). Volume 2, TDPBF16PS: row k of the second operand
+// holds inputs 2k and 2k + 1 of 16 outputs side by side (VNNI), which is how a panel is packed
+// (plan.h).
 #pragma once
 
 #include "avx512_blocks.h"

@@ -213,7 +213,7 @@ class RowSampler {
     return {static_cast<std::uint32_t>(last >> 32), id_of(last)};
   }
 
-  // Whoever ranks behind the cut has no weight any more. The sum of what is left.
+  // Tokens that rank behind the cut get weight 0. Returns the sum of the others.
   std::uint64_t keep(Cut cut) {
     pieces_.resize(static_cast<std::size_t>((args_.vocab + kPiece - 1) / kPiece));
     kernels_.keep(distances_.data(), args_.vocab, cut, weights_.data(), pieces_.data());

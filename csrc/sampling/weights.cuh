@@ -64,13 +64,13 @@ class Tokens {
   const unsigned base;  // the id of the first
 
   // stored: the block's row of logits, which its threads have left there, before a barrier, with
-  // what stands for tokens past the end; it is turned.
+  // what stands for tokens past the end; distances take their place.
   __device__ Tokens(const Row& logits, float* stored, unsigned base, const Distances& distances)
       : row(kStored ? Row{stored, (logits.vocab + kTogether - 1) / kTogether * kTogether, true}
                     : logits),
         base(base),
         distances_(distances) {
-    if (kStored) turn(stored);
+    if (kStored) store_distances(stored);
   }
 
   __device__ __forceinline__ float distance(unsigned at) const { return of(row.logits[at]); }
@@ -97,7 +97,7 @@ class Tokens {
  private:
   __device__ __forceinline__ float of(float x) const { return kStored ? x : distances_(x); }
 
-  __device__ __forceinline__ void turn(float* stored) const {
+  __device__ __forceinline__ void store_distances(float* stored) const {
     row.each<2>([&](unsigned at, const float4& x) {
       *reinterpret_cast<float4*>(stored + at) = {distances_(x.x), distances_(x.y), distances_(x.z),
                                                  distances_(x.w)};

@@ -1,10 +1,10 @@
 // A block's loop over its tiles, in one of two schedules.
 //
-// same_tile: a tile is finished in the turn in which it was folded. For two-byte types, whose limit
-// is the number of instructions, so that the way of (a, b) through shared memory would cost more
-// than the wait; and for backward cells, which keep their inputs until then. The computing threads
-// have nothing else to do while a carry is on its way, so they look for it themselves, all at once;
-// the warp that takes the tiles only looks whether it is there early.
+// same_tile: a tile is finished in the iteration in which it was folded. For two-byte types, whose
+// limit is the number of instructions, so that the way of (a, b) through shared memory would cost
+// more than the wait; and for backward cells, which keep their inputs until then. The computing
+// threads have nothing else to do while a carry is on its way, so they look for it themselves, all
+// at once; the warp that takes the tiles only looks whether it is there early.
 //
 // next_tile: a tile is written after the next one has been folded, so that its carry has all that
 // time to arrive. For four- and eight-byte forward scans. The warp that takes the tiles finds the
@@ -249,7 +249,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
   }
 
   // Where all blocks work on neighbouring chunks, tiles held back cost more than blocks that run
-  // unevenly; in few turns the uneven last one costs more.
+  // unevenly; in few iterations the uneven last one costs more.
   static __device__ __forceinline__ bool long_and_few(const Layout& lay) {
     const std::int64_t columns = (lay.channels + G::kChannels - 1) / G::kChannels;
     return 2 * lay.sequences * columns < gridDim.x &&

@@ -53,10 +53,10 @@ struct TileMemory {
   struct Shared : std::conditional_t<(kParked > 0), Parking, Nothing<0>>,
                   std::conditional_t<kNextTile, OfNextTile, Nothing<1>> {
     PerRun a, b;  // aggregates of the segments
-    // Of two tiles, by the parity of their turns, with next_tile.
+    // Of two tiles, by the parity of their iterations, with next_tile.
     V group_a[kParity][G::kGroups][G::kChannels];
     V group_b[kParity][G::kGroups][G::kChannels];
-    // Of two tiles, by the parity of their turns.
+    // Of two tiles, by the parity of their iterations.
     V carry[2][G::kChannels];  // into the tile
     int known[2];              // whether it was known early
     Tile tiles[kTiles];

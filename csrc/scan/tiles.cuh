@@ -1,10 +1,10 @@
 // How a scan is cut into tiles, and in which order running blocks take them.
 //
-// A tile is one chunk of time by kChannels channels. Whoever holds a tile knows that every earlier
-// one is finished or belongs to a block that runs (see Tickets): waiting for an earlier tile always
-// ends. Order: the sequences are handed to up to 32 streams that advance side by side, a chunk of
-// each at a time with all its channels; the more streams, the longer ago was the chunk before,
-// whose carry a tile needs.
+// A tile is one chunk of time by kChannels channels. The block that holds a tile knows that
+// every earlier one is finished or belongs to a block that runs (see Tickets): waiting for an
+// earlier tile always ends. Order: the sequences are handed to up to 32 streams that advance side
+// by side, a chunk of each at a time with all its channels; the more streams, the longer ago was
+// the chunk before, whose carry a tile needs.
 #pragma once
 
 #include "args.h"
@@ -191,12 +191,12 @@ class Order {
   int slot_ = 0;
 };
 
-// Which places of the order a block's tiles have. Called by one whole warp.
+// Which tiles of the order a block takes. Called by one whole warp.
 //
-// By tickets: whoever is ready takes the next. In turn: every block takes each gridDim.x-th tile,
-// so that no block can hold a tile that others wait for behind one that waits itself; but a tile is
-// sure to be taken only if all blocks run. That is known when the last of the first tickets has
-// been drawn; blocks that see it too late agree on tickets.
+// By tickets: a block that is ready takes the next. Round robin: every block takes each
+// gridDim.x-th tile, so that no block can hold a tile that others wait for behind one that waits
+// itself; but a tile is sure to be taken only if all blocks run. That is known when the last of the
+// first tickets has been taken; blocks that see it too late agree on tickets.
 class Tickets {
  public:
   // All ones at the start.
@@ -204,12 +204,12 @@ class Tickets {
     unsigned counter, agreement;
   };
 
-  // any: whether there are tiles; where none are, a ticket for one beyond them needs no drawing.
+  // any: whether there are tiles; where none are, a ticket for one beyond them is not taken.
   __device__ __forceinline__ Tickets(Shared* shared, bool any, bool prefer_round_robin)
       : shared_(shared),
         policy_(prefer_round_robin ? kOpen : kByTickets),
         own_(any ? next_ticket() : gridDim.x) {
-    // While the way is open nobody draws a second one.
+    // While the policy is open no block takes a second ticket.
     if (own_ == gridDim.x - 1 && first_lane()) atomicCAS(&shared_->agreement, kOpen, kRoundRobin);
   }
   __device__ __forceinline__ unsigned first() const { return own_; }

@@ -66,10 +66,10 @@ struct RowScan {
 
   struct Shared {
     uint4 stage[2][kPacks][kThreads];  // a and b: into registers at once, then free for the next
-    // The state, needed last: two turns. Every warp has also the vector behind its own.
+    // The state, needed last: of two iterations. Every warp has also the vector behind its own.
     uint4 state[kShifted ? 2 : 1][kShifted ? kPacks : 1][kShifted ? kThreads : 1];
     uint4 behind[2][kWarps];
-    V a[2][kWarps], b[2][kWarps];  // aggregates of the warps, by the parity of the turn
+    V a[2][kWarps], b[2][kWarps];  // aggregates of the warps, by the parity of the iteration
     V carry;                       // into the tile
     RowTile first, coming;
   };
