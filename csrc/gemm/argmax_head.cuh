@@ -1,4 +1,4 @@
-// The head of a decode step whose rows all draw the best token, for Hopper: of W x the best of
+// The argmax head: that of a decode step whose rows are all greedy, for Hopper. Of W x the best of
 // every tile, and no logits, 128 KB for each token at 32,000 of them, which would be written and
 // read again for one number.
 //
@@ -7,8 +7,8 @@
 // finds their best without asking others. A block stays on its multiprocessor and takes tiles in
 // turn; one thread feeds a ring of stages, two warpgroups multiply, each all rows of weights by its
 // tokens. Sums of a row of weights are added up in the order of the inputs, whatever the number of
-// tokens: the logits are to the bit those of GEMMs with sums in batch-invariant mode, where these
-// have the inputs in one part.
+// tokens: the logits are to the bit those of GEMMs in batch-invariant mode, where these have no
+// split-K.
 #pragma once
 
 #include "../core/reduce/argmax_key.cuh"

@@ -10,10 +10,10 @@
 // What a multiprocessor can ask of the L2 cache is the first limit (about 42 bytes a cycle of the
 // 64 that a tile of 128 by 128 needs), so many tokens have large tiles. Fewer have the smallest of
 // which there are no more than multiprocessors; where sums are long, the blocks of a cluster have a
-// part of the inputs each and give each other their sums of a share of the tokens. Where the order
-// of sums is fixed, one block takes these parts in turn: each is summed from zero and added to the
-// totals, which start at zero as those of a cluster do, so the bits are the same. Or each block of
-// a cluster takes two parts, and gives the others both.
+// part of the inputs each (split-K) and give each other their sums of a share of the tokens. In
+// batch-invariant mode one block takes these parts in turn (serial split-K): each is summed from
+// zero and added to the totals, which start at zero as those of a cluster do, so the bits are the
+// same. Or each block of a cluster takes two parts, and gives the others both.
 #pragma once
 
 #include "cluster_split_k.cuh"

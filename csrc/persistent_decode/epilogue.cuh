@@ -63,8 +63,8 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMmaWarps][kSums], i
   return {even.x + odd.x, even.y + odd.y};
 }
 
-// What a norm multiplies the sums of this lane's token with; bits are those of linear/ where the
-// order is fixed.
+// What a norm multiplies the sums of this lane's token with; bits are those of gemm/ in
+// batch-invariant mode.
 template <int kSums>
 __device__ __forceinline__ float norm_scale_in_order(const PersistentDecodeArgs& args,
                                                      const float (&squares)[kSums][kColumns]) {

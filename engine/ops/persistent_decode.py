@@ -22,7 +22,8 @@ _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
 _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 
-#: Rows whose columns are multiplied together; the most in a fixed order, or in 8 bits.
+#: Rows whose columns are multiplied together, a column tile; the most of a batch-invariant program,
+#: or of one with 8-bit weights.
 EIGHT = 8
 _LINE_BYTES = 2 * EIGHT  # of a channel's values of so many rows
 
@@ -47,8 +48,18 @@ def most_rows(
     processors: int,
     fixed_order: bool = False,
 ) -> tuple[int, str]:
-    """How many rows a batch of such phases may have on a GPU of so many multiprocessors, in any
-    build of the library. 0: the kernel does not take them, and why."""
+    """The most rows of a batch of such phases, which any build of the library knows.
+
+    Args:
+        shapes: of a model's phases, in their order.
+        weight_type: of all products: bfloat16, int8 or float8_e4m3fn.
+        gates: 2: minGRU, 3: minLSTM.
+        processors: the GPU's multiprocessors.
+        fixed_order: of a batch-invariant program.
+
+    Returns:
+        rows, and "". Where the kernel does not take such phases: 0, and why.
+    """
     scaled = weight_type != torch.bfloat16
     plan = [
         [

@@ -1,5 +1,5 @@
-// Which form of a linear map's kernel is chosen, over many shapes: prints what no kernel could run,
-// and on which of its forms a choice may fall, the usual one or one with sums in a fixed order.
+// Which tile config and split-K of a GEMM are chosen, over many shapes: prints what no kernel could
+// run, and on which kernels a choice may fall, the usual one or the batch-invariant one.
 //
 // With shapes as arguments (channels inputs gates tokens, each), only the latter, for these.
 #include <cstdio>
@@ -14,14 +14,14 @@ using namespace minserve;
 
 namespace {
 
-// Rule, form (a wide one's with its number of parts, which are other kernels), gates, shared by
-// blocks, taken in turn.
+// Rule, tile config (a persistent one's with its split-K, which are other kernels), gates, split-K
+// by blocks, serial split-K.
 using Kind = std::tuple<std::string, std::string, int, bool, bool>;
 
 struct Known {
   const char* name;
-  int tokens, most_parts;
-  bool turns[4];  // whether it is there with parts in turn, by gates
+  int tokens, most_split_k;
+  bool serial[4];  // whether it is there with serial split-K, by gates
 };
 
 Known known(TileConfig form) {
@@ -77,9 +77,9 @@ void check(const char* rule, const GemmConfig& choice, std::int64_t channels, st
     const bool two_each = gates == 1 && choice.tile == TileConfig::persistent_64_64 &&
                           choice.serial_split_k == 2 &&
                           (choice.split_k == 2 || choice.split_k == 4);
-    ok = ok && form.turns[gates] && (choice.split_k == 1 || two_each);
+    ok = ok && form.serial[gates] && (choice.split_k == 1 || two_each);
   } else {
-    ok = ok && choice.split_k <= form.most_parts;
+    ok = ok && choice.split_k <= form.most_split_k;
   }
   if (wide) {  // three gates have a warpgroup each; steps have all inputs
     ok = ok && (gates < 3 || name.rfind("persistent_192", 0) == 0) &&
