@@ -151,7 +151,8 @@ class ClusterProgram:
         indices = []
         for tensor in of_layer:
             indices.append(-1 if tensor is None else len(self._vectors))
-            self._vectors += [] if tensor is None else [tensor]
+            if tensor is not None:
+                self._vectors.append(tensor.detach())
         return indices
 
 

@@ -227,7 +227,7 @@ class Program:
     def _index_of(self, tensor: Tensor | None) -> int:
         if tensor is None:
             return -1
-        self._weights.append(tensor)
+        self._weights.append(tensor.detach())
         return len(self._weights) - 1
 
 
