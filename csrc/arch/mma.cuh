@@ -6,7 +6,6 @@
 
 namespace minserve {
 namespace cuda {
-namespace persistent {
 
 // x stays in a register: what it was made of is forgotten, and it cannot be made again.
 __device__ __forceinline__ void made_once(std::uint32_t& x) {
@@ -30,13 +29,13 @@ __device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
                : "memory");
   return all;
 }
-__device__ __forceinline__ float load_float(std::uint32_t address) {
+__device__ __forceinline__ float load_shared_float(std::uint32_t address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
   return x;
 }
 
-__device__ __forceinline__ void store_float(std::uint32_t address, float x) {
+__device__ __forceinline__ void store_shared_float(std::uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
@@ -66,6 +65,5 @@ __device__ __forceinline__ void mma_8_bit(float (&sums)[4], const uint4& w, unsi
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
-}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -129,7 +129,7 @@ MS_CELL LstmGates<V> lstm_gates(const O& options, V f, V i, V v) {
 
 // The state after one step of a cell, from its pre-activations and the state before.
 template <template <class> class CellOf, class O, class V>
-MS_CELL V stepped(const O& options, const V (&in)[CellOf<V>::kInputs], V before) {
+MS_CELL V step_cell(const O& options, const V (&in)[CellOf<V>::kInputs], V before) {
   const Affine<V> step = CellOf<V>::affine(options, in);
   return fmadd(step.a, before, step.b);
 }

@@ -43,7 +43,7 @@ struct Sums {
 
   __device__ __forceinline__ void add(int step, int i, const uint4& weights, unsigned low,
                                       unsigned high) {
-    persistent::mma_bf16(of[i][step % kChains], weights, low, high);
+    mma_bf16(of[i][step % kChains], weights, low, high);
   }
   // Products come before what follows.
   __device__ __forceinline__ void are_there() {
@@ -90,8 +90,7 @@ __device__ __forceinline__ void multiply_rows(Chunks& chunks, int rows, std::uin
       for (int n = 0; n < kHeld; ++n) {
         const std::uint32_t at = chunks.next() + half * (kSteps * kTileBytes);
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k)
-          weights[n][k] = persistent::load_shared(at + k * kTileBytes);
+        for (int k = 0; k < kSteps; ++k) weights[n][k] = load_shared(at + k * kTileBytes);
       }
       ready();
 #pragma unroll
@@ -131,7 +130,7 @@ __device__ __forceinline__ void multiply_split_k(Chunks& chunks, int steps, std:
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int m = 0; m < kEach; ++m) {
-        weights[k][m] = persistent::load_shared(at + (k * kEach + m) * 2 * kTileBytes);
+        weights[k][m] = load_shared(at + (k * kEach + m) * 2 * kTileBytes);
       }
     }
   };
@@ -149,7 +148,7 @@ __device__ __forceinline__ void multiply_split_k(Chunks& chunks, int steps, std:
         const unsigned high = load_word(x + (kTiles + i) * kGranule);
 #pragma unroll
         for (int m = 0; m < kEach; ++m) {
-          persistent::mma_bf16(sums[m][i], weights[k][m], low, high);
+          mma_bf16(sums[m][i], weights[k][m], low, high);
         }
       }
     }

@@ -252,8 +252,8 @@ class Step : ResidualStream<kTiles, kWidth> {
             rounded(own.of[gate / 2][i][gate % 2] + to_lane(here.shift[gate]), 0.0f, bf16{});
         in[gate] = number_of(&pre, 0, bf16{});
       }
-      const float h = stepped<CellOf>(AnyOptions{args_.linear_candidate, args_.normalize_gates}, in,
-                                      here.state[i]);
+      const float h = step_cell<CellOf>(AnyOptions{args_.linear_candidate, args_.normalize_gates},
+                                        in, here.state[i]);
       float* state = here.row[i];
       if (state) *state = h;
       keep(at_.state, unit * 8 + row_of_lane(), token_of(i), state ? h : 0.0f);

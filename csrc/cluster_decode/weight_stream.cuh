@@ -41,7 +41,7 @@ class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
   }
 
   // The convolution of a layer, for a pair of this block's channels.
-  using Convolved = persistent::Convolution<kMostClusterTaps>;
+  using Convolved = Convolution<kMostClusterTaps>;
   __device__ __forceinline__ Convolved convolution_of(int layer, int channel, int token) const {
     const int of_all = rank_ * kOwn + channel;
     float* row = args_.conv + layer * args_.conv_layer_stride +
@@ -72,7 +72,7 @@ class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
       if (convolved) {
         Convolved convolution = convolution_of(0, channel, token);
         put(true, channel, token,
-            convolution.step(persistent::numbers(pair), sequences_.slots[token] >= 0));
+            convolution.step(unpack_bf16x2(pair), sequences_.slots[token] >= 0));
       }
     });
     if (convolved) return this->send_channels(true);
@@ -115,11 +115,11 @@ class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
           sum.x += *low, sum.y += *high;
         }
       }
-      const float2 shift = persistent::numbers(more);
+      const float2 shift = unpack_bf16x2(more);
       unsigned& pair = own_pair(number);
-      const float2 before = persistent::numbers(pair);
+      const float2 before = unpack_bf16x2(pair);
       pair = rounded(sum.x + shift.x + before.x, sum.y + shift.y + before.y, bf16{});
-      float2 x = persistent::numbers(pair);
+      float2 x = unpack_bf16x2(pair);
       if (convolved) x = convolution.step(x, sequences_.slots[token] >= 0);
       put(convolved, channel, token, x);
     });
@@ -147,7 +147,7 @@ class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
                                                    place_of_pair<kTiles>(unit * 8, token));
       }
       for (const unsigned pair : {units[i].x, units[i].y, units[i].z, units[i].w}) {
-        const float2 x = persistent::numbers(pair);
+        const float2 x = unpack_bf16x2(pair);
         squares += x.x * x.x + x.y * x.y;
       }
     }
@@ -162,8 +162,7 @@ class ResidualStream : protected DsmemExchange<kTiles, kWidth> {
       const int channel = (i * 32 + lane) * 8;
       if (channel >= kWidth) continue;
       const auto normed = [&](unsigned pair, int at) {
-        const float2 x = persistent::numbers(pair),
-                     norm = persistent::load_pair(args_.norm, channel + at);
+        const float2 x = unpack_bf16x2(pair), norm = load_pair(args_.norm, channel + at);
         return rounded(x.x * scale * norm.x, x.y * scale * norm.y, bf16{});
       };
       *reinterpret_cast<uint4*>(hidden + channel) = {normed(units[i].x, 0), normed(units[i].y, 2),

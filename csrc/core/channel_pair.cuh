@@ -5,13 +5,12 @@
 
 namespace minserve {
 namespace cuda {
-namespace persistent {
 
-__device__ __forceinline__ float2 numbers(unsigned pair) {
+__device__ __forceinline__ float2 unpack_bf16x2(unsigned pair) {
   return {number_of(&pair, 0, bf16{}), number_of(&pair, 1, bf16{})};
 }
 __device__ __forceinline__ float2 load_pair(const void* p, std::int64_t at) {
-  return numbers(*reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at));
+  return unpack_bf16x2(*reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at));
 }
 
 // A convolution's step for a pair of channels of one sequence: what it needs besides the newest
@@ -34,7 +33,7 @@ class Convolution {
   }
   // The inputs before move on. Of a sequence that is none: zeros.
   __device__ __forceinline__ float2 step(float2 x, bool live) {
-    float2 y = numbers(bias_);
+    float2 y = unpack_bf16x2(bias_);
 #pragma unroll
     for (int k = 0; k < kMost; ++k) {
       if (k >= count_) continue;
@@ -55,6 +54,5 @@ class Convolution {
   std::int64_t stride_;
 };
 
-}  // namespace persistent
 }  // namespace cuda
 }  // namespace minserve

@@ -168,11 +168,13 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
         stages.give_back(place, run + behind + part_sums.zero_when_done(sums));
         // Both tiles may be of one unit, or of two.
         first.wait();
-        store_float(first.sums, sums[0]), store_float(first.sums + kUnit * 4, sums[1]);
+        store_shared_float(first.sums, sums[0]),
+            store_shared_float(first.sums + kUnit * 4, sums[1]);
         if (ends) named_barrier_arrive(first.barrier, threads);
         if (two) {
           if (ends) second.wait();
-          store_float(second.sums, sums[2]), store_float(second.sums + kUnit * 4, sums[3]);
+          store_shared_float(second.sums, sums[2]),
+              store_shared_float(second.sums + kUnit * 4, sums[3]);
           named_barrier_arrive(second.barrier, threads);
         }
         pair += kMmaWarps >> log;

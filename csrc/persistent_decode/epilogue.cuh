@@ -27,9 +27,9 @@ __device__ __forceinline__ float2 look_up(const DecodePhase& phase, int row, std
   if (!kScaled<kType> || !phase.scale) return load_pair(phase.weight, at);
   const unsigned two = *reinterpret_cast<const unsigned short*>(
       static_cast<const unsigned char*>(phase.weight) + at);
-  const float2 x = numbers(widened<kType, false>(two));
+  const float2 x = unpack_bf16x2(widened<kType, false>(two));
   const float scale = phase.scale[row];
-  return numbers(rounded(x.x * scale, x.y * scale, bf16{}));
+  return unpack_bf16x2(rounded(x.x * scale, x.y * scale, bf16{}));
 }
 
 // Sums of a lane's pair, of all parts of the inputs in their order.
@@ -228,11 +228,11 @@ __device__ __forceinline__ void epilogue(
         float low[kGates], high[kGates];
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
-          const float2 pre = numbers(rounded(y[gate].x, y[gate].y, bf16{}));
+          const float2 pre = unpack_bf16x2(rounded(y[gate].x, y[gate].y, bf16{}));
           low[gate] = pre.x, high[gate] = pre.y;
         }
-        out = {stepped<CellOf>(options, low, here.before.x),
-               stepped<CellOf>(options, high, here.before.y)};
+        out = {step_cell<CellOf>(options, low, here.before.x),
+               step_cell<CellOf>(options, high, here.before.y)};
         if (slot >= 0) *reinterpret_cast<float2*>(state_of(slot) + channel) = out;
         if (slot < 0) out = {};
       } else if (kind == PhaseKind::gelu) {
@@ -244,7 +244,8 @@ __device__ __forceinline__ void epilogue(
         }
         continue;
       } else {
-        if (kind == PhaseKind::residual) x = numbers(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
+        if (kind == PhaseKind::residual)
+          x = unpack_bf16x2(rounded(y[0].x + x.x, y[0].y + x.y, bf16{}));
         out = x;
         if (kept == 0) stream[0] = x;
         if (kColumnTiles > 1 && kept > 0) stream[kColumnTiles - 1] = x;

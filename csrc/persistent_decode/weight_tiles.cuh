@@ -179,7 +179,7 @@ struct Tiles<kType, true> : EightBitWeights {
 
   __device__ __forceinline__ void multiply(Sums& sums, const Inputs& inputs) const {
     const uint4 x = load_shared(inputs.at);
-    const float factor = load_float(inputs.at + inputs.step);
+    const float factor = load_shared_float(inputs.at + inputs.step);
     const bool odd = threadIdx.x % 2 == 1;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
