@@ -34,7 +34,8 @@ class PhaseTensors {
     const Tensor& weight = at(n, from[Plan::kWeight]);
     const bool narrow = from[Plan::kScale] >= 0;
     const Need need{n, rows, embed ? channels : inputs};
-    require(weight, "weight", narrow ? type_of_weights() : ScalarType::BFloat16, need, 16);
+    require(weight, "weight", narrow ? type_of_weights() : ScalarType::BFloat16, need,
+            embed ? 4 : 16);
     phase.weight = embed ? weight.const_data_ptr() : maps_ + n * kTensorMapBytes;
     phase.scale = static_cast<const float*>(
         optional(from[Plan::kScale], "scale", ScalarType::Float, {n, rows}, 8));
