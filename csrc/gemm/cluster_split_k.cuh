@@ -19,15 +19,15 @@ __device__ __forceinline__ void reduce_split_k(
     float (&own)[S::kBlocks][S::kEpilogueTokens / 2], int part, unsigned char* ring,
     std::uint64_t& received) {
   constexpr int kOwn = S::kEpilogueTokens / 2, kShare = S::kSentBytes / (S::kSplitK - 1);
-  unsigned char* outbox = ring + S::kSentBytes;
+  unsigned char* outgoing = ring + S::kSentBytes;
   // Slots for and from the others: first of the block that comes next.
-  const auto box_of = [&](int other) { return (other - part - 1) % S::kSplitK * kShare; };
+  const auto slot_of = [&](int other) { return (other - part - 1) % S::kSplitK * kShare; };
   // Of four sums number i of a block of rows: neighbouring threads' are neighbours.
-  const auto four_in = [&](unsigned char* box, int each, int block, int i) -> float4& {
+  const auto four_in = [&](unsigned char* slot, int each, int block, int i) -> float4& {
     const int group = threadIdx.x / kGroupThreads;
     const int blocks = (each * S::kGroups + group) * S::kBlocks + block;
     return reinterpret_cast<float4*>(
-        box)[(blocks * (kOwn / 4) + i / 4) * kGroupThreads + threadIdx.x % kGroupThreads];
+        slot)[(blocks * (kOwn / 4) + i / 4) * kGroupThreads + threadIdx.x % kGroupThreads];
   };
   float mine[S::kSplitsEach][S::kBlocks][kOwn];
 #pragma unroll
@@ -43,8 +43,8 @@ __device__ __forceinline__ void reduce_split_k(
 #pragma unroll
             for (int k = 0; k < 4; ++k) mine[each][block][i + k] = four[k];
           } else {
-            four_in(outbox + box_of(to + S::kSplitK), each, block, i) = {four[0], four[1], four[2],
-                                                                         four[3]};
+            four_in(outgoing + slot_of(to + S::kSplitK), each, block, i) = {four[0], four[1],
+                                                                            four[2], four[3]};
           }
         }
       }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void reduce_split_k(
     for (int n = 1; n < S::kSplitK; ++n) {
       // To where it is the slot of this block.
       tma_copy_to_block((part + n) % S::kSplitK, ring + (S::kSplitK - 1 - n) * kShare,
-                        outbox + (n - 1) * kShare, kShare, received);
+                        outgoing + (n - 1) * kShare, kShare, received);
     }
   }
   __syncwarp();
@@ -71,7 +71,7 @@ __device__ __forceinline__ void reduce_split_k(
         const int from = n / S::kSplitsEach, each = n % S::kSplitsEach;
         const float* here = &mine[each][block][i];
         float4 four = {here[0], here[1], here[2], here[3]};
-        if (from != part) four = four_in(ring + box_of(from + S::kSplitK), each, block, i);
+        if (from != part) four = four_in(ring + slot_of(from + S::kSplitK), each, block, i);
         total[0] += four.x, total[1] += four.y, total[2] += four.z, total[3] += four.w;
       }
 #pragma unroll

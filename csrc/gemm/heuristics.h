@@ -23,12 +23,12 @@ class SmallBatchHeuristic {
   // `inputs`: what a block of a persistent GEMM may have of them.
   GemmConfig choose(PersistentHeuristic::Inputs inputs = PersistentHeuristic::Inputs::any) const {
     if (tokens_ <= 32) return few();
-    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, inputs);
+    const PersistentHeuristic persistent(channels_, inputs_, gates_, tokens_, inputs);
     // In one wave of blocks that share inputs, up to two pieces of tokens.
     const int shared = inputs == PersistentHeuristic::Inputs::any && tokens_ <= 128 ? parts(64) : 1;
-    if (wide.pays()) {
-      const PersistentTile& tile = wide.best();
-      const bool more_blocks = tiles(64) * pieces(64) * shared > wide.blocks(tile);
+    if (persistent.pays()) {
+      const PersistentTile& tile = persistent.best();
+      const bool more_blocks = tiles(64) * pieces(64) * shared > persistent.blocks(tile);
       if (shared > 1 && tile.split_k == 1 && more_blocks) return {TileConfig::tokens_64, shared};
       return {tile.config, tile.split_k};
     }

@@ -47,11 +47,11 @@ class BatchInvariantHeuristic {
     // A block for each part pays while all of them run at once. Gates, whose persistent GEMMs never
     // share inputs, take those in turn as soon as there are tiles for many multiprocessors, two of
     // them also in the smallest tiles.
-    const PersistentHeuristic wide(channels_, inputs_, gates_, tokens_, Inputs::serial);
-    const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && wide.pays());
+    const PersistentHeuristic persistent(channels_, inputs_, gates_, tokens_, Inputs::serial);
+    const bool in_turn = blocks(64) * parts > kMultiprocessors || (gates_ > 1 && persistent.pays());
     if (tokens_ <= (gates_ == 2 ? 16 : 32) || !in_turn) return among_blocks(parts);
     if (two_each(parts)) return {TileConfig::persistent_64_64, parts / 2, 2};
-    return {wide.best().config, 1, parts};
+    return {persistent.best().config, 1, parts};
   }
 
  private:

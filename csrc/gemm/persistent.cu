@@ -32,7 +32,7 @@ struct Call {
     if (device != asked) {
       check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&persistent_kernel<S>),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, S::kShared),
-            "shared memory of a wide linear map");
+            "shared memory of a persistent GEMM");
       asked = device;
     }
     const std::int64_t tiles = (args.channels + S::kChannels - 1) / S::kChannels *
@@ -42,7 +42,7 @@ struct Call {
     LaunchConfig config(dim3(static_cast<unsigned>(std::min(tiles, most)), 1, parts), S::kThreads,
                         S::kShared, stream);
     if (S::kIsSplit) config.cluster(dim3(1, 1, parts));
-    config.early().launch(&persistent_kernel<S>, "wide linear map", weights, inputs, side, args);
+    config.early().launch(&persistent_kernel<S>, "persistent GEMM", weights, inputs, side, args);
   }
 
   // Serial split-K: BatchInvariantHeuristic has chosen one of these.

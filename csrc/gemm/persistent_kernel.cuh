@@ -139,11 +139,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const auto load_weights = [&](const Stages& stages, int slot, int n) {
     mbarrier_arrive_expect_tx(stages.full(slot), S::kStageBytes);
 #pragma unroll
-    for (int box = 0; box < S::kWeightTiles; ++box) {
-      const int row = static_cast<int>(box % S::kGates * args.channels) + channel +
-                      box / S::kGates * S::kUnitChannels;
-      tma_load_tile(stages.stage(slot) + box * S::kWeightTileBytes, weight_map, (begin + n) * kStep,
-                    row, stages.full(slot));
+    for (int weight_tile = 0; weight_tile < S::kWeightTiles; ++weight_tile) {
+      const int row = static_cast<int>(weight_tile % S::kGates * args.channels) + channel +
+                      weight_tile / S::kGates * S::kUnitChannels;
+      tma_load_tile(stages.stage(slot) + weight_tile * S::kWeightTileBytes, weight_map,
+                    (begin + n) * kStep, row, stages.full(slot));
     }
   };
   const int ahead = min(count, S::kAhead);
@@ -350,9 +350,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         of.epilogue(own, staged);
       } else {
         mbarrier_wait(ready[half], turn / 2 % 2);
-        At place = at;
-        for (int n = 0; n < finishing; ++n, ++place) {
-          mbarrier_wait(full[place.slot], place.round % 2);
+        At taken_stage = at;
+        for (int n = 0; n < finishing; ++n, ++taken_stage) {
+          mbarrier_wait(full[taken_stage.slot], taken_stage.round % 2);
         }
         of.epilogue(totals, staged);
         __syncwarp();

@@ -22,7 +22,7 @@ void launch_shape(const GemmArgs& args, const void* weight, const void* input, i
   if (device != asked) {
     check(cudaFuncSetAttribute(reinterpret_cast<const void*>(&small_batch_kernel<S>),
                                cudaFuncAttributeMaxDynamicSharedMemorySize, S::shared_bytes(8)),
-          "shared memory of a linear map");
+          "shared memory of a GEMM");
     asked = device;
   }
   const dim3 blocks(static_cast<unsigned>((args.tokens + S::kTokens - 1) / S::kTokens),
@@ -31,7 +31,7 @@ void launch_shape(const GemmArgs& args, const void* weight, const void* input, i
   LaunchConfig(blocks, S::kThreads, S::shared_bytes(parts), stream)
       .early()
       .cluster(dim3(1, 1, static_cast<unsigned>(parts)))
-      .launch(&small_batch_kernel<S>, "linear map", weights, inputs, args);
+      .launch(&small_batch_kernel<S>, "GEMM", weights, inputs, args);
 }
 
 template <int kGates>

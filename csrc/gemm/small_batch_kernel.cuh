@@ -177,12 +177,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   // first one while sums are on their way.
   constexpr int kQuads = S::kChannels / kQuad;
   const int quads = share * kQuads, stride = share * S::kSumRows;
-  const auto place = [&](int n) {
+  const auto position_of = [&](int n) {
     const int token = n / kQuads, quad = n % kQuads * kQuad;
     return QuadPosition{static_cast<int>(first_token) + part * share + token,
                         static_cast<int>(first_channel) + quad, token, quad};
   };
-  QuadPosition at = place(threadIdx.x), next = at;
+  QuadPosition at = position_of(threadIdx.x), next = at;
   Before<S::kStepping> before, coming;
 
   // The ring becomes [tokens][rows] of this block's sums. In parts, each gets its share of the
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   __syncthreads();
   if (threadIdx.x < quads) before.load(args, at, S::kStepping ? slots[at.own_token] : 0);
   float* staged = reinterpret_cast<float*>(ring);
-  unsigned char* inbox = ring + S::kRing;
+  unsigned char* incoming = ring + S::kRing;
   const int own_share = parts > 1 ? share : 0;
   if (warp < S::kComputing / 32) {
     const int row = warp * 16 + lane / 4;
@@ -215,11 +215,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   if (parts > 1) {
     const int bytes = share * S::kSumRows * 4;
     if (warp == S::kComputing / 32 && lane < parts && lane != part) {
-      tma_copy_to_block(lane, inbox + part * bytes, ring + lane * bytes, bytes, received);
+      tma_copy_to_block(lane, incoming + part * bytes, ring + lane * bytes, bytes, received);
     }
     __syncwarp();
     mbarrier_wait(received, 0);
-    parts_sums = reinterpret_cast<const float*>(inbox);
+    parts_sums = reinterpret_cast<const float*>(incoming);
   }
   // Nobody ends while what it sent is still being read.
   if (!alone) arrive_at_cluster();
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 #pragma unroll 1
   for (int n = threadIdx.x; n < quads; n += S::kThreads, at = next, before = coming) {
     if (n + S::kThreads < quads) {
-      next = place(n + S::kThreads);
+      next = position_of(n + S::kThreads);
       coming.load(args, next, S::kStepping ? slots[next.own_token] : 0);
     }
     if (!at.inside(args)) continue;

@@ -44,7 +44,7 @@ struct Tile {
                                [unit * S::kUnitChannels + inside % S::kUnitChannels]);
   }
   // Where sixteen bytes number `chunk` of a staged token are.
-  __device__ __forceinline__ static int place(int token, int chunk) {
+  __device__ __forceinline__ static int offset_of(int token, int chunk) {
     return token * kRowBytes + (chunk ^ token % 8) * 16;
   }
 
@@ -114,7 +114,7 @@ struct Tile {
       // Squares: both halves of the warp's rows, of eight tokens and of the next eight.
       std::uint32_t address =
           shared_address(staged(group * kBlocks + block) + since * kRowBytes) +
-          place(lane() / 16 * 8 + lane() % 8, warp_of_group() * 2 + lane() / 8 % 2);
+          offset_of(lane() / 16 * 8 + lane() % 8, warp_of_group() * 2 + lane() / 8 % 2);
 #pragma unroll
       for (int j = since / 8; j < (since + S::kPieceTokens) / 8;
            j += 2, address += 16 * kRowBytes) {
@@ -181,7 +181,7 @@ struct Tile {
       const bool inside = channel < args.channels;
       Channels<bf16, kOct> weight;
       if (kAll && args.scaled) weight.load(vectors.norm_weight + own);
-      const unsigned char* from = staged(group * kBlocks + block) + place(offset, chunk);
+      const unsigned char* from = staged(group * kBlocks + block) + offset_of(offset, chunk);
       std::int64_t at = (first_token + offset) * args.channels + channel;
 #pragma unroll 4
       for (int n = 0; n < kTokens / kStride;
@@ -266,8 +266,8 @@ struct Tile {
         for (int gate = 0; gate < S::kGates; ++gate) {
           const int quad = at.own_channel / kQuad;
           const int row = S::kGates == 3 ? quad : gate * kQuads + quad;
-          pre[gate].load(reinterpret_cast<const bf16*>(gates[gate] + place(at.own_token, row / 2) +
-                                                       row % 2 * 8));
+          pre[gate].load(reinterpret_cast<const bf16*>(
+              gates[gate] + offset_of(at.own_token, row / 2) + row % 2 * 8));
         }
         if constexpr (S::kGates == 2) {
           step_quad<MinGruCell>(args, at, states[i], pre);

@@ -29,15 +29,16 @@ __device__ __forceinline__ unsigned word_of(const uint4& words, int i) {
 __device__ __forceinline__ uint4 missing() {
   return make_uint4(kNotWritten, kNotWritten, kNotWritten, kNotWritten);
 }
-// Until no lane misses any of its words, which are at place(0), place(1), ...; those that it has
-// are not asked for again.
-template <int kWords, class Place>
-__device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], const Place& place) {
+// Until no lane misses any of its words, which are at address_of(0), address_of(1), ...; those that
+// it has are not asked for again.
+template <int kWords, class AddressOf>
+__device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords],
+                                               const AddressOf& address_of) {
   bool all;
   do {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      if (!written(words[i])) words[i] = load_words(place(i));
+      if (!written(words[i])) words[i] = load_words(address_of(i));
     }
     all = true;
 #pragma unroll

@@ -45,13 +45,13 @@ class PartSums {
                                       std::uint32_t of_block, unsigned zero)
       : stages_(stages), weights_(weights), of_block_(of_block), zero_(zero) {}
 
-  // Over blocks `begin` to before `end`; those from `first` on lie at `inputs`. `stage` and `place`
+  // Over blocks `begin` to before `end`; those from `first` on lie at `inputs`. `stage` and `slot`
   // are the first one's, and then the last one's. Returns how many blocks of that are not given
   // back.
   __device__ __forceinline__ int add(float (&sums)[4], int begin, int end, int first,
                                      const typename Tiles<WeightType::bf16, false>::Inputs& inputs,
-                                     int& stage, unsigned& place) const {
-    std::uint32_t from = weights_ + place * kStageBytes + begin % kOfGroup * kWarpBytes;
+                                     int& stage, unsigned& slot) const {
+    std::uint32_t from = weights_ + slot * kStageBytes + begin % kOfGroup * kWarpBytes;
     std::uint32_t at = inputs.at + (begin - first) * of_block_;
     Fragments next;
     next.load(from, at, inputs.step);
@@ -68,9 +68,9 @@ class PartSums {
       left -= run;
       if (left == 0) break;
       const Fragments now = next;
-      const unsigned leaving = place;
-      place = stages_.wait(++stage);
-      from = weights_ + place * kStageBytes, at += of_block_;
+      const unsigned leaving = slot;
+      slot = stages_.wait(++stage);
+      from = weights_ + slot * kStageBytes, at += of_block_;
       next.load(from, at, inputs.step);
       now.multiply(sums);
       stages_.give_back(leaving, run + zero_when_done(sums));
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
   const typename Tiles::Inputs all_inputs(shared_address(inputs), lane, args.batch);
   // Lanes 8 to 15 and 24 to 31 have rows of the second tile.
   const std::uint32_t weights =
-      shared_address(ring) + Tiles::place(lane) + lane / 8 % 2 * kTileBytes;
+      shared_address(ring) + Tiles::offset_of(lane) + lane / 8 % 2 * kTileBytes;
   Stages<Shared<kGates, false, true>> stages(shared, args.stages);
   Rooms<kGates> rooms(shared, place_of_sum(AllTokenSums::first_token(lane), lane / 4));
   int first_stage = 0;  // of this phase
@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
     if (tiles == 0) continue;
 
     int pair = job >> log, stage;
-    unsigned place;
+    unsigned slot;
     bool two, ends;  // whether there is a second tile, whether the first is its unit's last
     Room first, second;
     const auto plan = [&] {
@@ -141,9 +141,9 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
       second = ends ? rooms.of(unit + 1, 0, part) : rooms.of(unit, gate + 1, part);
     };
     if (pair < pairs) plan();
-    // Later stages have to wait until places of this very product are free.
+    // Later stages have to wait until slots of this very product are free.
     const bool early = pair < pairs && (pair + 1) * stages_each <= args.stages;
-    if (early) place = stages.wait(stage);
+    if (early) slot = stages.wait(stage);
     rooms.wait_until_taken();  // nobody reads inputs any more that were here before
     unsigned char* own = inputs + warp * of_block;
 #pragma unroll 1
@@ -158,14 +158,14 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
       barrier_sync<kMmaWarps * 32>(kTaken);
       delay(16, 8000);
       if (threadIdx.x == 0) set_count(shared.products_begun, p);
-      if (!early && pair < pairs && (!kPieces || end <= taken)) place = stages.wait(stage);
+      if (!early && pair < pairs && (!kPieces || end <= taken)) slot = stages.wait(stage);
 
 #pragma unroll 1
       while (pair < pairs && (!kPieces || end <= taken)) {
         delay(4, 6000);
         float sums[4] = {};
-        const int run = part_sums.add(sums, begin, end, before, all_inputs, stage, place);
-        stages.give_back(place, run + behind + part_sums.zero_when_done(sums));
+        const int run = part_sums.add(sums, begin, end, before, all_inputs, stage, slot);
+        stages.give_back(slot, run + behind + part_sums.zero_when_done(sums));
         // Both tiles may be of one unit, or of two.
         first.wait();
         store_shared_float(first.sums, sums[0]),
@@ -180,7 +180,7 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
         pair += kMmaWarps >> log;
         if (pair < pairs) {
           plan();
-          place = stages.wait(stage);
+          slot = stages.wait(stage);
         }
       }
       if (!kPieces) break;

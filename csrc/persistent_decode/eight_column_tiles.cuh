@@ -32,7 +32,7 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
   const int count = blocks > warp ? (blocks - warp + kMmaWarps - 1) / kMmaWarps : 0;
   const int first_unit = (first + warp) * kUnits;
   // Of block i / 2, eight i % 2.
-  const auto place = [&](int i) {
+  const auto address_of = [&](int i) {
     return own + i / kColumnTiles * (kMmaWarps * kBytes) + i % kColumnTiles * args.input_bytes;
   };
   const auto source = [&](int i) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
       mbarrier_arrive_expect_tx(arrived, __popc(left) * kBytes);
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        if (left >> i & 1) tma_load_bytes(place(i), source(i), kBytes, arrived);
+        if (left >> i & 1) tma_load_bytes(address_of(i), source(i), kBytes, arrived);
       }
     }
     mbarrier_wait(arrived, turn++ % 2);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       if (!(left >> i & 1)) continue;
-      uint4* const at = reinterpret_cast<uint4*>(place(i)) + lane;
+      uint4* const at = reinterpret_cast<uint4*>(address_of(i)) + lane;
       uint4 low = at[0], high = at[32];
       const bool real = i % kColumnTiles * kColumns + token < args.batch;
       if (!__all_sync(0xffffffffu, !real || (written(low) && written(high)))) continue;

@@ -112,7 +112,8 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
   const int of_warp = bytes_of_block(kType, kSplit, rows), of_block = kMmaWarps * of_warp;
   unsigned char* own = inputs + warp * of_warp;
   typename Tiles::Inputs first_block(shared_address(own), lane, rows);
-  std::uint32_t weights = shared_address(ring) + warp % kOfGroup * kWarpBytes + Tiles::place(lane);
+  std::uint32_t weights =
+      shared_address(ring) + warp % kOfGroup * kWarpBytes + Tiles::offset_of(lane);
   made_once(first_block.at), made_once(first_block.step), made_once(weights);
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];

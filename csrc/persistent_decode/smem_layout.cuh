@@ -108,9 +108,9 @@ __device__ __forceinline__ int gates_of(const DecodePhase& phase) {
 struct PipelineState {
   int at = 0;
   unsigned round = 0;
-  __device__ __forceinline__ void advance(int by, int places) {
+  __device__ __forceinline__ void advance(int by, int slots) {
     at += by;
-    if (at >= places) at -= places, ++round;
+    if (at >= slots) at -= slots, ++round;
   }
 };
 

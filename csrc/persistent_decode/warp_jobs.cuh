@@ -39,11 +39,11 @@ __device__ __forceinline__ void set_count(unsigned& counter, unsigned count) {
 template <class Shared>
 class Stages {
  public:
-  __device__ __forceinline__ Stages(Shared& shared, unsigned places)
+  __device__ __forceinline__ Stages(Shared& shared, unsigned slots)
       : shared_(shared),
         asked_(shared_address(&shared.stages_asked)),
-        places_(places),
-        inverse_(0xffffffffu / places + 1) {}
+        slots_(slots),
+        inverse_(0xffffffffu / slots + 1) {}
 
   // Until stage n, of which the caller has a part, has landed; returns its slot. A barrier tells
   // the newest copy from the one before alone. Once this one has been asked for, the one before has
@@ -51,23 +51,23 @@ class Stages {
   __device__ __forceinline__ unsigned wait(unsigned n) {
     while (static_cast<int>(count_at(asked_) - n) <= 0) {
     }
-    const unsigned at = place(n);
+    const unsigned at = slot(n);
     mbarrier_wait(shared_.full[at], round(n) % 2);
     return at;
   }
   // By a whole warp: so many of the blocks in a slot, of which it waits for no more.
-  __device__ __forceinline__ void give_back(unsigned place, unsigned blocks) {
+  __device__ __forceinline__ void give_back(unsigned slot, unsigned blocks) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_.empty[place], blocks);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_.empty[slot], blocks);
   }
 
  private:
   __device__ __forceinline__ unsigned round(unsigned n) const { return __umulhi(n, inverse_); }
-  __device__ __forceinline__ unsigned place(unsigned n) const { return n - round(n) * places_; }
+  __device__ __forceinline__ unsigned slot(unsigned n) const { return n - round(n) * slots_; }
 
   Shared& shared_;
-  std::uint32_t asked_;        // the counter's address
-  unsigned places_, inverse_;  // 2^32 / places, rounded up: exact for n below 2^32 / places
+  std::uint32_t asked_;       // the counter's address
+  unsigned slots_, inverse_;  // 2^32 / slots, rounded up: exact for n below 2^32 / slots
 };
 
 // Threads that meet at the barrier of a unit's room. The tiles of three gates lie in two pairs.
@@ -92,9 +92,9 @@ template <int kGates>
 class Rooms {
  public:
   using OfBlock = Shared<kGates, false, true>;
-  // `place`: where a lane's sums lie among those of a part.
-  __device__ __forceinline__ Rooms(OfBlock& shared, int place)
-      : sums_(shared_address(&shared.sums[0][0][0][place])),
+  // `offset`: where a lane's sums lie among those of a part.
+  __device__ __forceinline__ Rooms(OfBlock& shared, int offset)
+      : sums_(shared_address(&shared.sums[0][0][0][offset])),
         taken_(shared_address(shared.units_taken)) {}
 
   __device__ __forceinline__ Room of(int unit, int gate, int part) const {

@@ -44,7 +44,7 @@ struct Tiles<WeightType::bf16, false> {
 
   // Of the four matrices that a lane has an address of a row of: inputs 0 to 7 of the first tile,
   // of the second, inputs 8 to 15 of both.
-  static __device__ __forceinline__ int place(int lane) {
+  static __device__ __forceinline__ int offset_of(int lane) {
     return lane % 8 * kBlockBytes + ((lane / 16 ^ lane % 8) << 4);
   }
   __device__ __forceinline__ void load(std::uint32_t first, std::uint32_t second, int lane) {
@@ -66,7 +66,7 @@ struct Tiles<WeightType::bf16, false> {
 struct EightBitWeights {
   uint4 w[2][2];
 
-  static __device__ __forceinline__ int place(int lane) {
+  static __device__ __forceinline__ int offset_of(int lane) {
     return lane / 4 * kBlockBytes + ((lane % 4 * 2 ^ lane / 4) << 4);
   }
   __device__ __forceinline__ void load(std::uint32_t first, std::uint32_t second, int) {
