@@ -184,7 +184,7 @@ class StateCallHandler:
 
     def _refuse(self, pending: _PendingCall, error: EngineError) -> None:
         call = pending.call.call
-        failed = Failed(call, error.code, error.message, error.param, error.retry_after)
+        failed = Failed.of(call, error)
         self._reply(pending, StateReply(call, failed))
 
     def _reply(self, pending: _PendingCall, reply: StateReply) -> None:
