@@ -51,7 +51,8 @@ def save_random_model(folder: Path, **fields: Any) -> Path:
 
 def load(folder: Path, **fields: Any) -> ModelRunner:
     given = {"max_slots": SLOTS, "share_slots": 4, "threads": 2, "device": "cpu", **fields}
-    return ModelRunner(EngineConfig(model=str(folder), **given))
+    # Some tests say themselves what is the quickest, which no other start may believe.
+    return ModelRunner(EngineConfig(model=str(folder), tuning_cache="off", **given))
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
