@@ -105,7 +105,8 @@ bool launch_warps(const SampleArgs& args, cudaStream_t stream) {
   launch_early<&warp_kernel<kTokens>>(grid, stream, "sampling", args);
   return true;
 }
-static_assert(kWarp * 32 + 1 == kLeastRejectionVocab, "no row that is by_rejection is small");
+static_assert(kWarp * 32 + 1 == kLeastRejectionVocab,
+              "the warp kernel has no row that is sampled by rejection");
 bool launch_warps(const SampleArgs& args, cudaStream_t stream) {
   return launch_warps<4>(args, stream) || launch_warps<8>(args, stream) ||
          launch_warps<9>(args, stream) ||  // bytes and some special tokens

@@ -15,7 +15,7 @@ namespace cuda {
 struct SampleShared {
   Cluster::Shared cluster;
   SelectResults results;
-  RejectionShared by_rejection;
+  RejectionShared rejection;
   Sections sections;
 };
 // Behind it in shared memory: what Selection needs, then the block's piece of the row.
@@ -176,12 +176,12 @@ __device__ unsigned sample_token(const SampleArgs& args, std::int64_t r, const R
     const Attempts attempts(given, position, row, id_of_first, best.logit(), shared.sections,
                             cluster);
     if (!(given.top_p < 1.0 || given.min_p > 0.0f)) return attempts.first();
-    attempts.tell(shared.by_rejection);
+    attempts.tell(shared.rejection);
   }
   const Distances distances{best.logit(), octaves};
   const Tokens<kStored> tokens(row, stored, id_of_first, distances);
   if (by_rejection) {
-    const unsigned token = accepted_attempt(tokens, distances, given, cluster, shared.by_rejection);
+    const unsigned token = accepted_attempt(tokens, distances, given, cluster, shared.rejection);
     if (token != kAllRejected) return cluster.rank() ? kElsewhere : token;
   }
   const double number = uniform_number(given.stream, position, by_rejection ? kAttempts : 0);

@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (!is_finite(best)) {
       token = kNotFinite;
     } else if (given.top_k <= kExactTokens) {
-      const ScaledProbRow scaled_prob(row, {best, octaves});
+      const ScaledProbRow scaled_probs(row, {best, octaves});
       const double number = uniform_number(given.stream, shared.position);
-      token = Sampler(scaled_prob, block, shared, bins, counted).token_of_top_k(given, number);
+      token = Sampler(scaled_probs, block, shared, bins, counted).token_of_top_k(given, number);
     }
   } else {
     const float best =
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     token = kNotFinite;
     if (is_finite(best)) {
       sample_attempts(row, best, octaves, shared);
-      const ScaledProbRow scaled_prob(row, {best, octaves});
-      token = Sampler(scaled_prob, block, shared, bins, counted)
+      const ScaledProbRow scaled_probs(row, {best, octaves});
+      token = Sampler(scaled_probs, block, shared, bins, counted)
                   .token_by_rejection(given, shared.position);
     }
   }

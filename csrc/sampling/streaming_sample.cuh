@@ -63,9 +63,9 @@ class StreamingSampler {
   using ScaledProbHistogram = cuda::ScaledProbHistogram<kThreads>;
 
   // counted: whether the bins have all tokens by a first look.
-  __device__ StreamingSampler(const ScaledProbRow& scaled_prob, Block& block, Shared& shared,
+  __device__ StreamingSampler(const ScaledProbRow& scaled_probs, Block& block, Shared& shared,
                               const ScaledProbHistogram& bins, bool counted)
-      : scaled_probs_(scaled_prob),
+      : scaled_probs_(scaled_probs),
         block_(block),
         shared_(shared),
         bins_(bins),

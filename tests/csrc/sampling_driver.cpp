@@ -290,8 +290,8 @@ void edges_kernel(const EdgesArgs& args) {
   bool counted = false;
   const float best =
       best_and_sections<true>(row, args.octaves[r], block, shared.sections, bins, counted);
-  const ScaledProbRow scaled_prob(row, {best, args.octaves[r]});
-  const Edges edges = StreamingSampler<kThreads>(scaled_prob, block, shared, bins, counted)
+  const ScaledProbRow scaled_probs(row, {best, args.octaves[r]});
+  const Edges edges = StreamingSampler<kThreads>(scaled_probs, block, shared, bins, counted)
                           .edges_of_nucleus(args.top_p[r]);
   if (threadIdx.x == 0) args.edges[r] = edges;
 }
@@ -365,7 +365,7 @@ void check_edges(const Case& given, long rows) {
     const cuda::Edges found = edges.device[r];
     const std::uint32_t odd = want[static_cast<std::size_t>(r)];
     if (odd > found.above || odd <= found.listed) {
-      differ("row " + std::to_string(r) + ": a nucleus ends at scaled_prob of " +
+      differ("row " + std::to_string(r) + ": a nucleus ends at a scaled probability of " +
              std::to_string(odd) + ", not from " + std::to_string(found.listed) + " to " +
              std::to_string(found.above));
     }
@@ -374,28 +374,28 @@ void check_edges(const Case& given, long rows) {
 
 // Of scaled probabilities from 2**-45 to 1, of which those below 2**-38 weigh nothing.
 template <bool kQuickDoubles>
-std::uint64_t sum_of(const std::vector<float>& scaled_prob) {
+std::uint64_t sum_of(const std::vector<float>& scaled_probs) {
   using Sum = cuda::ScaledProbSumOf<kQuickDoubles>;
   Sum sum;
-  for (std::size_t i = 0; i < scaled_prob.size(); ++i)
-    sum.add_if(i % 3 > 0, Sum::term(scaled_prob[i]));
+  for (std::size_t i = 0; i < scaled_probs.size(); ++i)
+    sum.add_if(i % 3 > 0, Sum::term(scaled_probs[i]));
   return sum.sum();
 }
 void check_sums(long rounds) {
   std::mt19937 random(0);
   std::uniform_real_distribution<float> octaves(0.0f, 45.0f);
   for (long round = 0; round < rounds; ++round) {
-    std::vector<float> scaled_prob = {1.0f, 0.0f, 1.0f, 0x1p-38f, 0x1.fffffep-39f, 0x1p-126f};
+    std::vector<float> scaled_probs = {1.0f, 0.0f, 1.0f, 0x1p-38f, 0x1.fffffep-39f, 0x1p-126f};
     const float steep = 1.0f / static_cast<float>(1 + round % 8);
-    while (scaled_prob.size() < cuda::kMostSummed) {
-      scaled_prob.push_back(round == 0 ? 1.0f : std::exp2(-octaves(random) * steep));
+    while (scaled_probs.size() < cuda::kMostSummed) {
+      scaled_probs.push_back(round == 0 ? 1.0f : std::exp2(-octaves(random) * steep));
     }
     std::uint64_t want = 0;
-    for (std::size_t i = 0; i < scaled_prob.size(); ++i) {
-      if (i % 3 > 0) want += static_cast<std::uint64_t>(scaled_prob[i] * kWeightOne);
+    for (std::size_t i = 0; i < scaled_probs.size(); ++i) {
+      if (i % 3 > 0) want += static_cast<std::uint64_t>(scaled_probs[i] * kWeightOne);
     }
-    if (sum_of<true>(scaled_prob) != want) differ("a sum of doubles");
-    if (sum_of<false>(scaled_prob) != want) differ("a sum of pieces");
+    if (sum_of<true>(scaled_probs) != want) differ("a sum of doubles");
+    if (sum_of<false>(scaled_probs) != want) differ("a sum of pieces");
   }
 }
 
