@@ -3,22 +3,15 @@
 
 #include <string_view>
 
-#include "launch.cuh"
-#include "operators.h"
+#include "hopper.h"
+#include "tensor_checks.h"
 
 namespace minserve {
-
-inline bool is_hopper(int device) {
-  int major = 0;
-  cuda::check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-              "capability");
-  return major == 9;
-}
 
 // The kernels' code is in the library only where it was built for this very architecture.
 inline void require_hopper(const Check& check, const Tensor& t) {
   const bool built = std::string_view(MINSERVE_CUDA_ARCHS).find("90a") != std::string_view::npos;
-  check.require(!t.is_cpu() && built && is_hopper(t.get_device_index()),
+  check.require(!t.is_cpu() && built && cuda::is_hopper(t.get_device_index()),
                 "needs a Hopper GPU and kernels built for it (90a; built for " MINSERVE_CUDA_ARCHS
                 "), got ",
                 describe(t));

@@ -2,8 +2,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../core/require_sm90.h"
 #include "../core/operators.h"
+#include "../core/require_sm90.h"
 #include "../core/state_alignment.h"
 #include "launch.h"
 #include "plan.h"

@@ -9,7 +9,6 @@
 #include "../core/tensor_checks.h"
 #include "../gemm/args.h"
 #include "../gemm/heuristics_deterministic.h"
-#include "../scan/cpu_partition.h"
 #include "args.h"
 
 namespace minserve {

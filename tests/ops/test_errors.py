@@ -175,7 +175,7 @@ for call in (
 try:
     torch.cuda.synchronize()
 except torch.AcceleratorError as error:
-    print("lost", error)
+    print("lost", str(error).splitlines()[0])
 """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.protocol.messages import SamplingParams
+from engine.protocol.sampling_params import SamplingParams
 
 from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck
