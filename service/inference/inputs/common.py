@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.protocol.sampling_params import SamplingParams
-
 from service.inference.inference_request import InferenceRequest
 from service.inference.inputs.grammar_check import RequestCheck
 from service.inference.inputs.guided import FIELDS, Wanted, constrained, field_of, read_grammars
