@@ -127,7 +127,8 @@ class Metrics:
         )
         self._store_errors = self._counter(
             "state_store_errors",
-            "States that could not be written to the state folder, or removed from it.",
+            "States, named or cached, that could not be written to the state folder, or removed "
+            "from it.",
         )
         self._requests = self._counter(
             "requests", "HTTP requests for the model.", ("endpoint", "outcome")

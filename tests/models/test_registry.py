@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.models import registry
 from engine.models.minrnn.lm import LM
 from engine.models.state import StateSpec, new_state, state_specs
+from engine.ops.upload import UploadRing
 from engine.runner.state_pool import StatePool
 
 PLAIN = ModelConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=2, expansion=1.5)
@@ -45,7 +46,7 @@ def test_what_a_sequence_carries(config: ModelConfig, specs: list[StateSpec]) ->
     """The model, the pool and the config, by which files of states are checked, agree."""
     assert list(state_specs(config)) == specs
     assert sum(spec.bytes for spec in specs) == config.state_bytes
-    states = [LM(config).new_state(3), StatePool(config, 2, torch.device("cpu")).state]
+    states = [LM(config).new_state(3), StatePool(config, 2, UploadRing(torch.device("cpu"))).state]
     for state in states:
         shapes = [(spec.layers, 3, *spec.shape) for spec in specs]
         assert [tuple(tensor.shape) for tensor in state.tensors()] == shapes

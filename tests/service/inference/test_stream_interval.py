@@ -170,7 +170,7 @@ async def test_what_is_held_when_all_ends(byte_folder: Path, end: str) -> None:
         await asyncio.wait_for(held, 10)
         await until(lambda: service.client.stats.slots_used == 0)
         assert not service.lifecycle.requests
-        assert not service.client._holding._until
+        assert not service.client._flush_timer._until
     text = b"".join([message.get("body", b"") for message in connection.sent]).decode()
     frames = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
     tokens = [id for frame in frames for id in frame.get("token_ids", [])]
