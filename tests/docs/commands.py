@@ -6,26 +6,11 @@ tried; a command that no rule knows fails the tests, as does a rule that knows n
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = (
-    "README.md",
-    "docker/README.md",
-    "engine/README.md",
-    "engine/NOTES.md",
-    "csrc/README.md",
-    *(
-        f"csrc/{folder}/{page}.md"
-        for folder in ("scan", "sampling", "persistent_decode", "gemm")
-        for page in ("README", "NOTES")
-    ),
-)
-BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests.docs.pages import Block, blocks, pages
 
 # run: as it stands, against a server; whole: the same in .ci/full, for it takes minutes;
 # options: the program takes them; apart: not by these tests, and why.
@@ -118,25 +103,24 @@ def rule(text: str) -> Rule:
 
 
 def commands() -> list[Command]:
-    """All of the pages, in order."""
-    found = []
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for block in BLOCK.finditer(text):
-            first = text[: block.start(1)].count("\n") + 1
-            for line, command in cut(block[1]):
-                found.append(Command(page, first + line, command, rule(command)))
-    return found
+    """Return every command of every page, in the order in which a reader meets them."""
+    return [
+        Command(page, block.line + line, command, rule(command))
+        for page in pages()
+        for block in blocks(page)
+        if block.language == "sh"
+        for line, command in cut(block.text)
+    ]
 
 
-def blocks(how: set[How]) -> list[tuple[str, str]]:
-    """What is left of each block when only commands tried so are kept, and where it begins."""
+def quick(page: str) -> list[Block]:
+    """Return the programs of a page, and its shell commands whose rule is `run`."""
     found = []
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for block in BLOCK.finditer(text):
-            kept = [command for _, command in cut(block[1]) if rule(command).how in how]
+    for block in blocks(page):
+        if block.language == "python":
+            found.append(block)
+        elif block.language == "sh":
+            kept = [command for _, command in cut(block.text) if rule(command).how == "run"]
             if kept:
-                line = text[: block.start(1)].count("\n") + 1
-                found.append((f"{page}:{line}", "\n".join(kept)))
+                found.append(block._replace(text="\n".join(kept)))
     return found

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.docs.commands import ROOT
+from tests.docs.pages import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"
 FEW = 2000  # bytes of README.md in that folder: the commands that read it are to be quick

@@ -15,17 +15,23 @@ import pytest
 import typer.main
 
 from service.cli import app
-from tests.docs.commands import PAGES, ROOT, RULES, Command, blocks, commands, cut
+from tests.docs.commands import RULES, Command, commands, cut, quick
+from tests.docs.pages import ROOT, pages, text_of
 from tests.docs.running import ADDRESS, prepare, run
 from tests.e2e.conftest import Server
 
 KEY = "0123456789abcdef0123456789abcdef"
-PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLLOWED = [page for page in pages() if quick(page)]
+
+
+@pytest.fixture(scope="module", params=FOLLOWED)
+def page(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server whose keys are those that the pages make up."""
+def url(page: str) -> Iterator[str]:
+    """A server for the readers of one page, whose admin key is the one that pages make up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINSERVE_ADMIN_KEY", KEY)
         server = Server("--device", "cpu", "--threads", "1")
@@ -35,7 +41,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(page: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("reader")
     prepare(found)
     return found
@@ -55,21 +61,27 @@ def test_blocks_are_cut_as_a_shell_cuts_them() -> None:
         list(cut("a 'b\n"))
 
 
-def test_what_is_quick_runs(url: str, folder: Path) -> None:
-    """In the pages' order, for later commands build on earlier ones."""
-    (example,) = PYTHON.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    program = example.replace(ADDRESS, url)
-    assert program != example
-    (folder / "example.py").write_text(program, encoding="utf-8")
-    assert len(run("python example.py", folder, url, 60)) > 50
-    for where, block in blocks({"run"}):
+def test_what_is_quick_runs(page: str, url: str, folder: Path) -> None:
+    """In the page's order, for later commands build on earlier ones."""
+    for block in quick(page):
+        where = f"{page}:{block.line}"
+        if block.language == "python":
+            program = block.text.replace(ADDRESS, url)
+            assert program != block.text, f"{where} does not name {ADDRESS}"
+            (folder / "example.py").write_text(program, encoding="utf-8")
+            assert run("python example.py", folder, url, 60).strip(), where
+            continue
         # The page makes an admin key up; the server was started before it.
-        block = re.sub(r"ADMIN_KEY=\$\(.*\)", f"ADMIN_KEY={KEY}", block)
-        printed = run(block, folder, url, 120, ADMIN_KEY=KEY)
-        if "curl" in block and "-X DELETE" not in block:
+        text = re.sub(r"ADMIN_KEY=\$\(.*\)", f"ADMIN_KEY={KEY}", block.text)
+        printed = run(text, folder, url, 120, ADMIN_KEY=KEY)
+        if "curl" in text and "-X DELETE" not in text and "-o " not in text:
             assert printed.strip(), where
-    assert (folder / "readme.safetensors").stat().st_size > 1000
-    made = folder / "docker/grafana/dashboards/minserve.json"
+
+
+def test_the_dashboard_is_what_its_command_makes(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    run("python docker/grafana/dashboard.py", tmp_path, ADDRESS, 60)
+    made = tmp_path / "docker/grafana/dashboards/minserve.json"
     assert made.read_bytes() == (ROOT / "docker/grafana/dashboards/minserve.json").read_bytes()
 
 
@@ -118,12 +130,11 @@ def test_an_option_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -
         parse_command(["train", "--no-such-option", "1"])
 
 
-def test_pages_name_files_that_exist() -> None:
+@pytest.mark.parametrize("page", pages())
+def test_pages_name_files_that_exist(page: str) -> None:
     """In commands, as paths of the checkout."""
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for path in set(
-            re.findall(r"(?<![\w/.-])(?:docker|loadtest|tests|engine)/[\w./-]+\w", text)
-        ):
-            if not path.startswith("docker/secrets"):
-                assert (ROOT / path).exists(), (page, path)
+    for path in set(
+        re.findall(r"(?<![\w/.-])(?:docker|loadtest|tests|engine)/[\w./-]+\w", text_of(page))
+    ):
+        if not path.startswith("docker/secrets"):
+            assert (ROOT / path).exists(), (page, path)

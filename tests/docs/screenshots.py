@@ -1,0 +1,108 @@
+"""Make the pictures of the pages from the running product.
+
+    python -m tests.docs.screenshots [--only NAME]
+
+It starts `minserve serve` with the bundled model, drives the playground in Chromium, load-tests
+that server, and writes the files of PICTURES over those in the checkout. Needs Chromium and
+`pip install -e '.[test,browser]'`; exit code 2 where one is missing. The answer's seed is fixed,
+so only figures of speed differ from one run to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests import browser
+from tests.docs.pages import ROOT
+from tests.e2e.conftest import Server
+
+PROMPT = (
+    "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
+    "It is the east, and Juliet is the sun.\n\nJULIET:\n"
+)
+WAIT = 60_000  # ms for an answer
+
+
+def playground(page: Any, server: Server) -> None:
+    """An answer with its tokens' probabilities, a tree of states, the inspector of one token."""
+    turn, _, _ = PROMPT.rpartition("\nJULIET:\n")
+    for body in (
+        {"prompt": turn, "id": "balcony"},
+        {"prompt": "\nJULIET:\n", "state": "balcony", "id": "juliet"},
+        {"prompt": "\nNURSE:\n", "state": "balcony", "id": "nurse"},
+    ):
+        httpx.post(f"{server.url}/v1/states", json=body, timeout=60).raise_for_status()
+    page.goto(server.url)
+    page.wait_for_selector("#generate:not([disabled])")
+    page.wait_for_selector("[data-state='nurse']")
+    page.fill("#prompt", PROMPT)
+    for name, value in (("temperature", "0.7"), ("max_tokens", "330"), ("seed", "6")):
+        page.fill(f"#{name}", value)
+    page.click("#generate")
+    page.wait_for_selector("#stop", state="hidden", timeout=WAIT)
+    page.wait_for_selector("#pace-end:not(:empty)", timeout=WAIT)
+    page.click("[data-state='juliet']")
+    page.locator("#answer .token").nth(12).hover()
+
+
+def load_test(page: Any, server: Server) -> None:
+    """The page that `python -m loadtest.http --html` writes, of a short run against this server."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "run.html"
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "loadtest.http", "--url", server.url, "--rate", "20"),
+                *("--requests", "200", "--slo", "ttft=200ms,itl=50ms", "--html", str(report)),
+            ],
+            check=True,
+            cwd=ROOT,
+        )
+        page.goto(report.as_uri())
+        page.wait_for_load_state("load")
+
+
+# File in the checkout: who prepares the page, its size in pixels.
+PICTURES: dict[str, tuple[Callable[[Any, Server], None], int, int]] = {
+    "service/playground/screenshot.png": (playground, 1280, 1300),
+    "loadtest/results/load-test.png": (load_test, 1100, 1400),
+}
+
+
+def main() -> int:
+    """Return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=PICTURES, help="make one picture (default: all)")
+    only = parser.parse_args().only
+    if reason := browser.missing():
+        print(reason, file=sys.stderr)
+        return 2
+    from playwright.sync_api import sync_playwright
+
+    server = Server("--device", "cpu", "--threads", "1")
+    try:
+        with sync_playwright() as playwright:
+            chromium = playwright.chromium.launch(
+                executable_path=browser.executable(), args=["--no-sandbox"]
+            )
+            for name, (prepare, width, height) in PICTURES.items():
+                if only in (None, name):
+                    page = chromium.new_page(viewport={"width": width, "height": height})
+                    prepare(page, server)
+                    page.screenshot(path=ROOT / name)
+                    print(f"wrote {name}")
+            chromium.close()
+    finally:
+        server.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

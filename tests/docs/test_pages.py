@@ -1,0 +1,107 @@
+"""Pages render as they were meant, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from urllib.parse import unquote
+
+import pytest
+
+from tests.docs.pages import ROOT, anchors, blocks, headings, links, pages, text_of, tokens
+
+PAGES = pages()
+LANGUAGES = {"sh", "python", "json", "text", "yaml", "ini", "nginx", "toml", "cpp", "promql", ""}
+# A page that grows beyond this is no longer read. NOTES and reference guides have no bound.
+MOST_LINES = {
+    "README.md": 250,
+    "engine/README.md": 200,
+    **{page: 120 for page in PAGES if re.fullmatch(r"csrc/\w+/README\.md", page)},
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in links(page):
+        if re.match(r"[a-z]+:", link.target):
+            continue
+        path, _, anchor = unquote(link.target).partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}:{link.line}: {link.target} is not there"
+        if anchor:
+            assert target.suffix == ".md", f"{page}:{link.line}: {link.target} has no headings"
+            known = anchors(str(target.resolve().relative_to(ROOT)))
+            assert anchor in known, f"{page}:{link.line}: {link.target} is none of {known}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_render(page: str) -> None:
+    """Every line that looks like a row is one, and has as many cells as its header."""
+    lines = text_of(page).splitlines()
+    covered: dict[int, int] = {}
+    for token in tokens(page):
+        if token.map and token.type == "table_open":
+            covered |= dict.fromkeys(range(*token.map), token.map[0])
+        if token.map and token.type == "fence":
+            covered |= dict.fromkeys(range(*token.map), -1)
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("|") and number not in covered:
+            continue
+        assert number in covered, f"{page}:{number + 1} is no row of a table"
+        if (header := covered[number]) >= 0:
+            cells, wanted = (len(re.findall(r"(?<!\\)\|", lines[n])) for n in (number, header))
+            assert cells == wanted, f"{page}:{number + 1} has {cells - 1} cells, not {wanted - 1}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_becomes_a_list_by_accident(page: str) -> None:
+    """As a paragraph that was wrapped before a number with a full stop, or before a dash."""
+    lines = text_of(page).splitlines()
+    inside = 0  # lists around the present token
+    for token in tokens(page):
+        if token.type in ("bullet_list_open", "ordered_list_open"):
+            assert token.map is not None
+            first = token.map[0]
+            assert token.attrGet("start") is None, f"{page}:{first + 1} begins a list in its midst"
+            above = lines[first - 1].strip() if first and not inside else ""
+            assert not above, f"{page}:{first + 1}: a list needs an empty line before it"
+            inside += 1
+        elif token.type in ("bullet_list_close", "ordered_list_close"):
+            inside -= 1
+        elif token.type == "inline":
+            for line in token.content.splitlines()[1:]:
+                assert not re.match(r"(\d+[.)]|[-+*>]|#+) ", line), f"{page}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_say_what_they_are(page: str) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language}"
+        if block.language == "json":
+            json.loads(block.text)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "Contents" in headings(page, 2)])
+def test_contents_name_every_section(page: str) -> None:
+    named = [link.target for link in links(page)]
+    sections = [title for title in headings(page, 2) if title != "Contents"]
+    known = anchors(page)
+    for title in sections:
+        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        assert slug in known and f"#{slug}" in named, f"{page}: {title} is not in its contents"
+
+
+@pytest.mark.parametrize("page", MOST_LINES)
+def test_pages_stay_short(page: str) -> None:
+    assert len(text_of(page).splitlines()) <= MOST_LINES[page]
+
+
+@pytest.mark.parametrize("page", ["service/README.md", "docker/README.md", "loadtest/README.md"])
+def test_guides_have_contents(page: str) -> None:
+    assert "Contents" in headings(page, 2)
+
+
+def test_anchors_are_those_of_github(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = anchors("README.md")
+    assert "quick-start" in found
+    assert len(found) == len(set(found))
