@@ -1,4 +1,4 @@
-"""docker/README.md: its table of settings, its runbook; the links of all pages."""
+"""docker/README.md: its table of settings, its entries for alerts; the links of all pages."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ OPERATORS = ROOT / "docker" / "README.md"
 PAGE = OPERATORS.read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def section(title: str) -> str:
+    """Of docker/README.md, without its heading."""
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def anchors(path: Path) -> set[str]:
@@ -39,7 +44,7 @@ def test_every_setting_is_described_once() -> None:
 
 
 def test_every_alert_has_an_entry_and_names_it() -> None:
-    runbook = PAGE.split("\n## Runbook\n")[1].split("\n## ")[0]
+    runbook = section("Alerts")
     entries = re.findall(r"^### (\w+)$", runbook, re.MULTILINE)
     alerts = [rule for rule in rules() if "alert" in rule]
     assert sorted(entries) == sorted(rule["alert"] for rule in alerts)
@@ -47,7 +52,10 @@ def test_every_alert_has_an_entry_and_names_it() -> None:
         anchor = rule["alert"].lower()
         assert rule["annotations"]["runbook_url"] == f"docker/README.md#{anchor}"
         assert anchor in anchors(OPERATORS)
+        severity = rule["labels"]["severity"]
+        assert f"| [{rule['alert']}](#{anchor}) | {severity} |" in runbook
     for entry in re.split(r"^### \w+$", runbook, flags=re.MULTILINE)[1:]:
+        assert "**Meaning.**" in entry
         assert len(entry.split()) > 20, "an entry says what to do"
 
 
@@ -66,16 +74,20 @@ def test_links_lead_somewhere() -> None:
 def test_build_arguments_are_those_of_the_dockerfile() -> None:
     text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
     defaults = dict(re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', text, re.MULTILINE))
-    rows = re.findall(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| (.+?) \|", PAGE, re.MULTILINE)
+    row = re.compile(r"^\| (`[A-Z_]+`(?:, `[A-Z_]+`)*) \| (.+?) \|", re.MULTILINE)
+    rows = row.findall(section("Images").split("\n### Build arguments\n")[1])
     told = {}
     for names, values in rows:
         for name, value in zip(names.split(", "), values.split(", "), strict=True):
             told[name.strip("`")] = value.strip("`")
-    assert {name: value for name, value in told.items() if name in defaults} == defaults
+    assert told == defaults
 
 
-def test_the_adapters_rule_is_yaml_of_a_series_that_exists() -> None:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (rule,) = yaml.safe_load(block)["rules"]
+def test_examples_in_yaml_fit_the_files() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    adapter, prometheus = (yaml.safe_load(block) for block in blocks)
+    (rule,) = adapter["rules"]
     assert rule["seriesQuery"].partition("{")[0] == "minserve_requests_waiting"
-    assert load("prometheus.yml")["scrape_configs"][0]["job_name"] == "minserve"
+    (job,) = prometheus["scrape_configs"]
+    assert job.pop("authorization")
+    assert [job] == load("prometheus.yml")["scrape_configs"]

@@ -1,4 +1,4 @@
-"""Every series: its name, type and labels, README's table of them, and what some of them count."""
+"""Every series: its name, type and labels, its row in the operator's page, and what some count."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "waiting_prompt_tokens": ("gauge", ()),
     "waiting_prompt_tokens_limit": ("gauge", ()),
 }
-ROW = re.compile(r"\| `(minserve_\w+?)(?:\{(.*?)\})?` \| (\w+) \| (.+) \|")
 
 
 def metrics() -> Metrics:
@@ -94,16 +93,35 @@ def test_every_series_has_its_type_and_labels() -> None:
     assert all(one.text.endswith(".") for one in described())
 
 
-def test_readme_has_the_table_of_all_series() -> None:
+def section(title: str) -> str:
+    """Of docker/README.md, without its heading."""
+    page = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def row(one: Series) -> str:
+    """Of a table in Markdown."""
+    suffix = {"counter": "_total", "info": "_info"}.get(one.type, "")
+    labels = f"{{{','.join(one.labels)}}}" if one.labels else ""
+    return f"| `{one.name}{suffix}{labels}` | {one.type} | {one.text} |"
+
+
+def test_the_operators_page_describes_every_series() -> None:
     """Word for word: name, labels, type and what it tells."""
-    rows = [
-        Series(match[1], match[3], tuple(match[2].split(",")) if match[2] else (), match[4])
-        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-        if (match := ROW.fullmatch(line))
-    ]
-    suffix = {"counter": "_total", "info": "_info"}
-    expected = [one._replace(name=one.name + suffix.get(one.type, "")) for one in described()]
-    assert sorted(rows) == sorted(expected)
+    rows = [line for line in section("Metrics").splitlines() if line.startswith("| `minserve_")]
+    assert sorted(rows) == sorted(map(row, described()))
+
+
+def test_the_operators_page_explains_every_label() -> None:
+    rows = re.findall(r"^\| (`.+?) \| (`.+?) \|", section("Metrics"), re.MULTILINE)
+    told = {
+        (label, series)
+        for labels, names in rows
+        for label in re.findall(r"`(\w+)`", labels)
+        for series in re.findall(r"`minserve_(\w+?)(?:_total)?`", names)
+    }
+    assert told >= {(label, name) for name, (_, labels) in SERIES.items() for label in labels}
+    assert {series for _, series in told} <= {*SERIES, "model_info"}
 
 
 def test_buckets_begin_where_small_models_are() -> None:
