@@ -42,7 +42,7 @@ class RestartsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            RESTARTS, "Engines started in the place of one that died.", value=self._count()
+            RESTARTS, "Engines started in place of one that died.", value=self._count()
         )
 
 

@@ -53,8 +53,8 @@ class Metrics:
         self._all_counts: list[Counts] = []  # that the registry does not have yet
         self.first_tokens = self._histogram(
             "time_to_first_token_seconds",
-            "From an HTTP request's arrival until its first token; "
-            "where it is not streamed, until the engine had it.",
+            "Time from an HTTP request's arrival to its first token; "
+            "if it is not streamed, until the engine had that token.",
         )
         self.gaps = self._histogram(
             "inter_token_latency_seconds",
@@ -64,31 +64,31 @@ class Metrics:
         )
         self._end_to_end = self._histogram(
             "e2e_request_latency_seconds",
-            "From an HTTP request's arrival until its last byte: generate, completions, chat.",
+            "Time from an HTTP request's arrival to its last byte: generate, completions, chat.",
         )
         self._score_latency = self._histogram(
             "score_latency_seconds",
-            "From an HTTP request's arrival until its last byte: score.",
+            "Time from an HTTP request's arrival to its last byte: score.",
         )
         self._queue = self._histogram(
             "request_queue_time_seconds",
-            "From arrival in the engine until the first step, or until the end without one.",
+            "Time from arrival in the engine to the first step, or to the end without one.",
         )
         self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From the first step until the prompt was read."
+            "request_prefill_time_seconds", "Time from the first step until the prompt is read."
         )
         self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token until the last."
+            "request_decode_time_seconds", "Time from the first token to the last."
         )
         self._prompt_lengths = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+            "request_prompt_tokens", "Prompt tokens per request.", TOKENS
         )
         self._answer_lengths = self._histogram(
-            "request_generation_tokens", "Generated tokens of a request (not of scores).", TOKENS
+            "request_generation_tokens", "Generated tokens per request, scores excluded.", TOKENS
         )
         steps = self._histograms(
             "engine_step_seconds",
-            "Time of an engine step: what it spent on prompts, and on decoding.",
+            "Time that an engine step spends on prefill, and on decoding.",
             STEP_SECONDS,
             ("phase",),
         )
@@ -96,53 +96,51 @@ class Metrics:
         self._decode_step = steps.of("decode")
         self._release_seconds = self._histogram(
             "disconnect_release_seconds",
-            "From a client's leaving until the engine had ended its request.",
+            "Time from a client's disconnect until the engine has ended its request.",
         )
         self._release_rounds = self._histogram(
             "disconnect_release_rounds",
-            "Messages of the engine from a client's leaving until its request had ended.",
+            "Engine messages from a client's disconnect until its request has ended.",
             ROUNDS,
         )
         self._batch = self._histogram("step_batch_size", "Sequences in an engine step.", SEQUENCES)
         self._grammar = self._histogram(
             "grammar_compile_seconds",
-            "Time to check a grammar or schema that was not known, waiting for a turn left out.",
+            "Time to compile a grammar or schema that is not cached, without the wait for a turn.",
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._prefix_queries = self._counter(
-            "prefix_cache_queries_tokens", "Prompt tokens looked up among the cached states."
+            "prefix_cache_queries_tokens", "Prompt tokens looked up in the prefix cache."
         )
         self._prefix_hits = self._counter(
-            "prefix_cache_hits_tokens", "Prompt tokens that a cached state had read already."
+            "prefix_cache_hits_tokens", "Prompt tokens that a cached state had already read."
         )
         self._hits = self._counter(
-            "prefix_cache_hits", "Requests that went on from a cached state."
+            "prefix_cache_hits", "Requests that continued from a cached state."
         )
         self._misses = self._counter(
-            "prefix_cache_misses", "Requests for which no cached state was of use.", ("reason",)
+            "prefix_cache_misses", "Requests without a usable cached state.", ("reason",)
         )
-        self._evictions = self._counter(
-            "state_evictions", "States that had to leave a tier.", ("tier",)
-        )
+        self._evictions = self._counter("state_evictions", "States evicted from a tier.", ("tier",))
         self._store_errors = self._counter(
             "state_store_errors",
-            "States, named or cached, that could not be written to the state folder, or removed "
+            "Named or cached states that could not be written to the state folder, or removed "
             "from it.",
         )
         self._requests = self._counter(
             "requests", "HTTP requests for the model.", ("endpoint", "outcome")
         )
         self._success = self._counter(
-            "request_success", "Requests that the engine ended.", ("finish_reason",)
+            "request_success", "Requests that the engine has finished.", ("finish_reason",)
         )
         self._errors = self._counter(
             "request_errors",
-            "HTTP requests for the model that got an error, by its code.",
+            "HTTP requests for the model that were answered with an error.",
             ("code",),
         )
         self._cuts = self._counter(
-            "connections_cut", "Connections cut since nothing moved on them.", ("reason",)
+            "connections_cut", "Connections cut because nothing moved on them.", ("reason",)
         )
         self._http = self._counter("http_requests", "HTTP requests.", ("method", "path", "status"))
         self._model = Info("minserve_model", "The loaded model.", registry=self.registry)
@@ -184,19 +182,19 @@ class Metrics:
                 "waiting_tokens",
             ),
             ("state_slots_used", "State slots in use.", "slots_used"),
-            ("state_slots_total", "State slots.", "slots_total"),
+            ("state_slots_total", "State slots of all engines.", "slots_total"),
             ("states", "States kept under an id.", "states"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
             gauge.set_function(partial(_stat, load, field))
         self._most_waiting = Gauge(
             "minserve_requests_waiting_limit",
-            "Requests that may wait.",
+            "Most requests that may wait for a slot.",
             registry=self.registry,
         )
         self._most_waiting_tokens = Gauge(
             "minserve_waiting_prompt_tokens_limit",
-            "Prompt tokens that may wait.",
+            "Most prompt tokens that may wait.",
             registry=self.registry,
         )
         state = Gauge(
@@ -207,11 +205,9 @@ class Metrics:
             state.labels(tier=tier).set_function(partial(_stat, load, field))
 
     def _engine_gauges(self, engines: Callable[[], Sequence[int | None]], count: int) -> None:
-        Gauge("minserve_engines", "Engines that are meant to serve.", registry=self.registry).set(
-            count
-        )
+        Gauge("minserve_engines", "Engines that are configured.", registry=self.registry).set(count)
         Gauge(
-            "minserve_engines_serving", "Engines that requests go to.", registry=self.registry
+            "minserve_engines_serving", "Engines that take requests.", registry=self.registry
         ).set_function(lambda: sum(held is not None for held in engines()))
         gauge = Gauge(
             "minserve_engine_requests",
