@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 MANIFESTS = sorted(set((DOCKER / "k8s").glob("*.yaml")) - {DOCKER / "k8s/kustomization.yaml"})
 SETTING = re.compile(r"MINSERVE_[A-Z_]+")
-# Variables of `docker compose` itself and of the build, which are no settings of the server.
+# Variables of `docker compose`, the build and the kernels, which are no settings of the server.
 OTHERS = {"MINSERVE_PUBLISH", "MINSERVE_CPUS", "MINSERVE_MEMORY", "MINSERVE_CUDA",
-          "MINSERVE_CUDA_ARCHS"}  # fmt: skip
+          "MINSERVE_CUDA_ARCHS", "MINSERVE_CPU_ISA"}  # fmt: skip
 
 
 def manifest(kind: str) -> Any:
