@@ -4,8 +4,8 @@ Layout: 8 bytes with the header's length (little endian), a JSON header padded t
 tensors' bytes in the header's order. Source: https://huggingface.co/docs/safetensors
 
 This module knows the container alone. What a file's tensors mean is checked by its own format
-(`engine.cache.storage.snapshot`, `engine.cache.storage.prefix_file`). Why the safetensors library
-neither writes nor reads these files is told in engine/NOTES.md; tests read them with it.
+(`engine.cache.storage.snapshot`, `engine.cache.storage.prefix_file`). engine/NOTES.md, "Cache", has
+why the safetensors library neither writes nor reads these files. Tests read them with it.
 """
 
 from __future__ import annotations

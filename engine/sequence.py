@@ -25,7 +25,7 @@ class Sequence:
     """What the scheduler knows of one request, from its arrival to its terminal event.
 
     Its fields are in one object, not in a record for each group: that would cost the host a sixth
-    more for every token that it samples (engine/NOTES.md).
+    more for every token that it samples (engine/NOTES.md, "Scheduler").
     """
 
     __slots__ = (  # noqa: RUF023 - by group
