@@ -2,7 +2,7 @@
 
 A copy by the copy engine between two kernels keeps the multiprocessors waiting before and after it,
 up to 13 us longer than a kernel that reads or writes pinned memory itself. (Measured with a few
-thousand words on an H100; engine/NOTES.md, "Runner".)
+thousand words on an H100; csrc/sampling/README.md.)
 """
 
 import torch
