@@ -1,5 +1,5 @@
-// What a warp loads from shared memory at once, and what its tensor cores multiply at once: 16 rows
-// of weights by eight columns of inputs.
+// ldmatrix and mma.sync: what a warp loads from shared memory at once and what its tensor cores
+// multiply at once, 16 rows of weights by eight columns of inputs.
 #pragma once
 
 #include <cstdint>

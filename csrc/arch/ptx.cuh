@@ -1,4 +1,4 @@
-// What CUDA C++ has no name for: each instruction that is asked for as such, with the reason.
+// PTX instructions that CUDA C++ has no name for, each with the reason for using it.
 //
 // Everything else in the kernels is plain C++ and CUDA. Where MINSERVE_EMULATOR is defined the
 // kernels are compiled for the host, and the emulator's threads (tests/csrc) take the GPU's place.

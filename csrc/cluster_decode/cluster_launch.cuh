@@ -1,5 +1,5 @@
-// Launching a kernel whose blocks take a multiprocessor each, in clusters: how much memory a block
-// has, whether all clusters run at once.
+// The launch of a kernel in clusters whose blocks take a multiprocessor each: how much shared
+// memory a block has, and whether all clusters run at once.
 #pragma once
 
 #include "../core/launch.cuh"

@@ -1,5 +1,4 @@
-// The launch of a cluster decode step: as few sequences for each cluster as all clusters together
-// allow.
+// The launch of a cluster decode step: sequences are spread over as many clusters as run at once.
 #include "cluster_launch.cuh"
 #include "kernel.cuh"
 #include "launch.h"

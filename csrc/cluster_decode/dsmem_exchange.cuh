@@ -1,4 +1,4 @@
-// What the blocks of a cluster tell each other, and where it lies.
+// The exchange between the blocks of a cluster through distributed shared memory, and its layout.
 //
 // Nothing is overwritten before it has been read: a block's sums leave after it has all of the
 // stream, and its channels after it has all sums or, where they are mixed, all that was convolved.

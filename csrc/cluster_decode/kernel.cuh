@@ -1,5 +1,5 @@
-// A decode step of a small model in one kernel, on Hopper, for more sequences than whole_step
-// takes.
+// A decode step of a small model in one kernel, on Hopper, for more sequences than
+// persistent_decode takes.
 //
 // A cluster of sixteen blocks has up to 32 sequences and all weights of the layers, and of a small
 // vocabulary's head: each block reads a sixteenth of them, whichever cluster it is in, so that

@@ -1,4 +1,4 @@
-// What the kernel of a cluster decode step gives to its operator.
+// The entry point of the cluster decode kernel, for its operator.
 #pragma once
 
 #include "args.h"

@@ -1,5 +1,5 @@
-// A stage of a ring whose length is known when the kernel runs, and how often the ring has been
-// gone round.
+// The current stage of a ring whose length is known at run time, and how many times the ring has
+// been passed.
 #pragma once
 
 namespace minserve {

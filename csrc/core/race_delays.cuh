@@ -1,5 +1,5 @@
-// Delays where warps wait for each other, in builds with MINSERVE_DELAYS: what only timing keeps
-// right goes wrong in them, and tests that compare bits see it.
+// Random delays where warps wait for each other, in builds with MINSERVE_DELAYS. A missing wait
+// that timing hides otherwise then changes results, and tests that compare bits fail.
 #pragma once
 
 namespace minserve {

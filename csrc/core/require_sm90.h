@@ -1,4 +1,4 @@
-// What every operator that runs on Hopper alone asks first.
+// The first check of every operator that runs on Hopper only.
 #pragma once
 
 #include <string_view>

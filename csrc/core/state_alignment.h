@@ -1,4 +1,4 @@
-// What kernels of whole models ask of a state's rows.
+// The alignment that kernels of whole models need of a state's rows.
 #pragma once
 
 #include <cstdint>

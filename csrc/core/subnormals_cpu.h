@@ -1,5 +1,6 @@
-// Subnormal numbers on the CPU, each of which may take it a hundred cycles. What is left of a state
-// after 128 steps (scan_cpu.h's A) often is one, and nothing that anybody sees depends on it.
+// Subnormal numbers as zeros on the CPU. An operation on a subnormal may take a hundred cycles.
+// What is left of a state after 128 steps (scan_cpu.h's A) often is one, and no visible result
+// needs it.
 #pragma once
 
 #include "vec.h"

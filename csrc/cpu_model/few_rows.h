@@ -1,5 +1,5 @@
-// One or two rows where tiles (AMX) multiply more: by vectors, for weights are what takes their
-// time, with the bits of tiles.
+// Products of one or two rows on processors with AMX. They go by vectors, because reading weights
+// is what takes time, with the bits that tiles give.
 //
 // What a tile instruction adds to a sum is (Intel's Software Developer's Manual, TDPBF16PS): the
 // products of 16 even inputs, added up one by one from zero, plus those of the 16 odd ones. Each

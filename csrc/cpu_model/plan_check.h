@@ -1,4 +1,4 @@
-// Reading the numbers that describe a packed model, and refusing those that lead out of its memory.
+// Reads the numbers that describe a packed model, and refuses a plan that leads out of its memory.
 #pragma once
 
 #include <vector>

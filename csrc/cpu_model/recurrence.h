@@ -1,5 +1,5 @@
-// What goes from row to row of a sequence: the recurrence and the convolution. A step has sequences
-// of one row each, a prefill packed ones, and both go the same way.
+// The recurrence and the convolution, which go from row to row of a sequence. A step has sequences
+// of one row each, a prefill has packed ones; both take the same code.
 //
 // The recurrence adds up as the scan of scan/scan_cpu.h does: within a chunk h goes on from the
 // carry, and the carry to the next chunk is formed from the chunk's A and B. A thread of the team

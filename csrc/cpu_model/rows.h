@@ -1,4 +1,4 @@
-// What happens to rows between matrices, each by itself: gathering, norms, GELU.
+// Operations on single rows between products: embedding lookup, norms, GELU.
 #pragma once
 
 #include "multiply.h"

@@ -1,5 +1,5 @@
-// What a product is made of in registers: activations as matrices read them, and the weights of a
-// step of a panel in each of the types that csrc/cpu_model/plan.h draws.
+// The operands of a product in registers: activations as matrices read them, and the weights of a
+// step of a panel in each of the types that csrc/cpu_model/plan.h describes.
 #pragma once
 
 #include "../core/vec.h"

@@ -1,6 +1,6 @@
-// What is used of cuBLASLt, which torch for CUDA brings and has loaded: it is neither linked nor
-// are its headers needed. The interface (cublasLt.h) is the same in CUDA 12 and 13; descriptions
-// are made by the library's own functions, for their sizes are not.
+// The part of cuBLASLt that is used here, from the library that torch for CUDA has loaded: nothing
+// is linked and no header is needed. The interface (cublasLt.h) is the same in CUDA 12 and 13. The
+// library's own functions create descriptors, because their sizes differ.
 #pragma once
 
 #include <dlfcn.h>

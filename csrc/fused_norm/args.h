@@ -1,4 +1,4 @@
-// Arguments of what stands between the library's products; shared by host and device code.
+// Arguments of the kernels between two library products; shared by host and device code.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What stands between the library's products, on CUDA.
+// The launches of the kernels between two library products.
 #include "../core/launch.cuh"
 #include "../cells/minlstm.h"
 #include "../cells/mingru.h"

@@ -1,4 +1,4 @@
-// What stands between the library's products: checks, outputs, arguments. CUDA only.
+// The operators between two library products: checks, outputs, arguments. CUDA only.
 #include <cstdint>
 
 #include "../core/operators.h"

@@ -1,6 +1,6 @@
-// The argmax head: that of a decode step whose rows are all greedy, for Hopper. Of W x the best of
-// every tile, and no logits, 128 KB for each token at 32,000 of them, which would be written and
-// read again for one number.
+// The argmax head for Hopper: the head of a decode step whose rows are all greedy. It writes the
+// best of each tile of W x and no logits. 32,000 logits are 128 KB for each token, which would be
+// written and read again for one number.
 //
 // Here tokens are the rows of the tensor cores' products and rows of weights their columns, the
 // other way round than in small_batch_kernel.cuh: a thread has many logits of a token, so that it

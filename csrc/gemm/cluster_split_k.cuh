@@ -1,6 +1,7 @@
-// Split-K in a thread-block cluster: sums over parts of the inputs, which its blocks have, become
-// whole ones through distributed shared memory. (Split-K and stream-K: Osama et al., arXiv
-// 2301.03598; CUTLASS, "Efficient GEMM in CUDA".) Parts are added up in order, whoever comes first.
+// Split-K in a thread-block cluster: each block sums a part of the inputs, and the parts are added
+// through distributed shared memory. (Split-K and stream-K: Osama et al., arXiv 2301.03598;
+// CUTLASS, "Efficient GEMM in CUDA".) The order of the addition is fixed, whichever part arrives
+// first.
 #pragma once
 
 #include "../arch/sm90.cuh"

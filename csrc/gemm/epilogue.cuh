@@ -1,5 +1,5 @@
-// The epilogue of small-batch GEMMs: what is made of their sums, four neighbouring channels of one
-// token at a time.
+// The epilogue of small-batch GEMMs. It takes the sums of four neighbouring channels of one token
+// at a time.
 //
 // Sixteen neighbouring threads have the kSquareRows channels whose squares are summed together.
 #pragma once

@@ -1,8 +1,8 @@
-// What a tile needs of the vectors that belong to a GEMM, in shared memory.
+// A tile's part of the GEMM's vectors (biases, norm weights) in shared memory.
 //
-// It is asked for before the kernel ahead has ended, like the first weights: when the products are
-// done a tile would wait for it, for nobody has read it since the last step. A layer of four GEMMs
-// takes about a microsecond less.
+// Like the first weights it is requested before the previous kernel has ended. The last step was
+// the last to read it, so a tile would otherwise wait for memory when its products are done. A
+// layer of four GEMMs takes about a microsecond less.
 #pragma once
 
 #include "../arch/ptx.cuh"

@@ -1,10 +1,10 @@
-// The heuristic by which a call takes a tile config and a split-K. No CUDA in here, so that it can
-// be tested anywhere.
+// The heuristic that chooses a tile config and a split-K for a call. No CUDA in here, so that it
+// can be tested anywhere.
 //
-// From shapes alone, and fitted to measurements of every tile config at the shapes of models of 6
-// million to 1.3 billion weights on a GPU of 132 multiprocessors. For 4 to 64 tokens, where each
-// GEMM was tried in its likely configs with the others of its layer around it, no other config of
-// one makes a layer quicker by more than 4 %, mostly 1 %.
+// It reads shapes alone. It was fitted to measurements of every tile config at the shapes of models
+// of 6 million to 1.3 billion weights on a GPU of 132 multiprocessors. For 4 to 64 tokens each GEMM
+// was tried in its likely configs among the others of its layer: no other config of one GEMM makes
+// a layer quicker by more than 4 %, mostly 1 %.
 #pragma once
 
 #include <cstdint>

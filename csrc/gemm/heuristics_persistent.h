@@ -1,5 +1,5 @@
-// The heuristic of persistent GEMMs: whether a call of many tokens takes one, and which tile. No
-// CUDA in here.
+// The heuristic of persistent GEMMs: whether a call of many tokens takes one, and with which tile.
+// No CUDA in here.
 #pragma once
 
 #include <algorithm>

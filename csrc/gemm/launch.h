@@ -1,4 +1,4 @@
-// What the GEMM kernels give to their operators.
+// The entry points of the GEMM kernels, for their operators.
 #pragma once
 
 #include "args.h"

@@ -1,4 +1,4 @@
-// The epilogue of a large tile: what is made of its sums, where they lie as products leave them.
+// The epilogue of a large tile. It takes the sums as the tensor cores leave them in registers.
 //
 // A thread has sums of two channels of a square of 8 channels by 8 tokens, and memory wants
 // neighbouring channels together. So sums, scaled and with their bias, are rounded and turned into

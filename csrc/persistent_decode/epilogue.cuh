@@ -1,5 +1,5 @@
-// What becomes of a unit's sums: a warp has eight channels of eight tokens, a lane two neighbouring
-// ones of one token. A block always has the same units of the residual stream, and keeps them.
+// The epilogue of a unit's sums. A warp has eight channels of eight tokens, a lane two neighbouring
+// channels of one token. A block always has the same units of the residual stream, and keeps them.
 #pragma once
 
 #include "../core/vector_access.cuh"

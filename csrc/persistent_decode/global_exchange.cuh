@@ -1,9 +1,10 @@
-// How blocks hand each other what the next product reads, without a barrier or a fence: every word
-// says itself whether it has been written.
+// The exchange of activations between blocks, without a barrier or a fence: each word tells by its
+// value whether it has been written.
 //
-// A word with all bits set is nothing yet: as two bfloat16 it is NaNs that no arithmetic makes (a
-// GPU's own have a sign of zero). Readers ask again until every word they need is something. A step
-// uses one of two sets of words and clears the other, which nobody reads before the next kernel.
+// A word with all bits set is not written yet: as two bfloat16 it is NaNs that no arithmetic makes
+// (a GPU's own have a sign of zero). Readers poll until every word that they need has been written.
+// A step uses one of two sets of words and clears the other, which nobody reads before the next
+// kernel.
 //
 // A unit's values are a line of their own, or half of one, written at once: a line into which many
 // blocks write while all look at it goes back and forth for each of them.

@@ -1,4 +1,4 @@
-// What the kernel of a persistent decode step gives to its operators.
+// The entry points of the persistent decode kernel, for its operators.
 #pragma once
 
 #include "args.h"

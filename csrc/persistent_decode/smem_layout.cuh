@@ -1,4 +1,4 @@
-// How a block is divided, and which units of a product are whose.
+// A block's warps and shared memory, and which block and warp has which units of a product.
 #pragma once
 
 #include "../arch/sm90.cuh"

@@ -1,5 +1,5 @@
-// What warps need that multiply a part of a product each, in whatever order they come to it: the
-// ring's stages by their numbers, and rooms for what they have summed.
+// Jobs of warps that each multiply a part of a product, in any order: the ring's stages by number,
+// and rooms for the sums.
 #pragma once
 
 #include "../core/race_delays.cuh"

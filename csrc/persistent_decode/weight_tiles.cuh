@@ -1,5 +1,5 @@
-// What a stage holds of each type of weights, and how a warp multiplies it: two tiles of 8 rows by
-// 8 columns of inputs (activation_tiles.cuh) on the tensor cores.
+// A stage of weights, by their type, and how a warp multiplies it on the tensor cores: two tiles of
+// 8 rows by 8 columns of inputs (activation_tiles.cuh).
 #pragma once
 
 #include "../arch/ptx.cuh"

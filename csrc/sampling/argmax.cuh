@@ -1,4 +1,4 @@
-// A warp samples the best token of a row of which the bests of its parts are known.
+// Greedy sampling behind an argmax head: a warp takes the best of the bests of its row's parts.
 #pragma once
 
 #include "../core/reduce/argmax_key.cuh"

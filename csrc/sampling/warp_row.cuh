@@ -1,4 +1,4 @@
-// Where a row stands that a warp samples for; all is read before the token is known.
+// The state of a row that a warp samples for. All of it is read before the token is known.
 #pragma once
 
 #include "../core/reduce/block_reduce.cuh"

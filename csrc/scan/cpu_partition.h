@@ -1,4 +1,4 @@
-// How a scan on the CPU is handed out to threads, and what is too large for their caches.
+// How threads share a scan on the CPU, and which tensors are too large for their caches.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// What tiles of one sequence tell each other: one word per chunk and channel.
+// The words by which tiles of one sequence pass carries on: one per chunk and channel.
 //
 // A word is empty, an aggregate (A, B) of its chunk, or the carry that leaves the chunk. It is read
 // and written whole, so the value is its own flag: no fence and no second look is needed. A reader

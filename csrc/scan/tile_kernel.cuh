@@ -1,4 +1,4 @@
-// The kernel of a scan by tiles. `stages` of inputs find room in its shared memory.
+// The kernel of a scan by tiles. Its shared memory has room for `stages` of inputs.
 #pragma once
 
 #include "tile_loop.cuh"

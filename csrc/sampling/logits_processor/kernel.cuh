@@ -1,4 +1,4 @@
-// Processing logits on a GPU: blocks take pieces of rows, most of which have nothing to process.
+// Logits processors on a GPU. Blocks take pieces of rows; most rows have nothing to process.
 #pragma once
 
 #include "../../arch/ptx.cuh"
