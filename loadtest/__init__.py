@@ -1,4 +1,5 @@
-"""Load tests and measurements: every figure that the README claims comes from a script here.
+"""Load tests and measurements: each module that can be run is a tool, `python -m loadtest.NAME`.
 
-Their packages are the extra `loadtest`: pip install 'minserve[loadtest]'.
+loadtest/README.md lists the tools and says how to read a result; loadtest/results holds figures.
+Packages that the tools need are the extra `loadtest`: pip install 'minserve[loadtest]'.
 """

@@ -1,9 +1,11 @@
-"""Do texts change under load? Greedy answers of many concurrent clients against each one's alone.
-
-Without `--deterministic`, matrix products may round differently with the number of rows, so a text
-may differ where its two best tokens were nearly tied: the margin at the first difference is shown.
+"""Whether texts change under load: many concurrent clients against each client alone.
 
     python -m loadtest.agreement --data tinyshakespeare.txt --clients 64
+
+Asks a running server for greedy texts. Without `--deterministic`, matrix products may round
+differently with the number of rows, so a text may differ where its two best tokens were nearly
+tied. The tool prints the margin between them at each first difference. Exit code 1 if a text
+differs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.prompts import Prompts
-from loadtest.report import print_environment, save_json
+from loadtest.report import command_line, print_environment, save_json
 from loadtest.with_httpx import httpx
 
 
@@ -75,15 +77,15 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--url", default="http://127.0.0.1:8000")
-    options.add_argument("--data", type=Path, help="text file that prompts are cut from")
-    options.add_argument("--clients", type=int, default=64)
-    options.add_argument("--max-tokens", type=int, default=64)
-    options.add_argument("--min-prompt", type=int, default=1, help="bytes")
-    options.add_argument("--max-prompt", type=int, default=5000, help="bytes")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", type=Path)
+    options = command_line("agreement", __doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    options.add_argument("--data", type=Path, help="text file to cut prompts from")
+    options.add_argument("--clients", type=int, default=64, help="that ask at once")
+    options.add_argument("--max-tokens", type=int, default=64, help="of each answer")
+    options.add_argument("--min-prompt", type=int, default=1, help="shortest, bytes")
+    options.add_argument("--max-prompt", type=int, default=5000, help="longest, bytes")
+    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     figures = asyncio.run(run(args))
     print_environment()

@@ -1,13 +1,14 @@
-"""python -m loadtest.cache: what kept states cost a request, and what they save, in the engine.
+"""What kept states cost a request, and what they save, in the engine without HTTP.
 
-Without HTTP, on one thread: prompts that nothing is known of with the cache on and off, in turn;
-then a long context: read, found in the cache, gone on from by name; and what it takes to fork,
-export and import a state. Medians; processor time for the first table, for its ratio.
+    python -m loadtest.cache
+
+First, prompts that no cached state matches, with the prefix cache on and off in turn (processor
+time, because only the ratio matters). Then a long context: read, found in the cache, continued by
+the state's name. Last, the time to fork, export and import a state. Medians, on one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import random
 import statistics
@@ -23,6 +24,7 @@ from engine.protocol.state_calls import StateCall, StateReply
 from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
 from engine.step_plan import StepPlan
+from loadtest.report import command_line
 
 CLIENT = "loadtest"
 IN_FLIGHT = 128
@@ -140,12 +142,12 @@ def measure_gain(runner: ModelRunner, context: int, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="loadtest.cache", description=__doc__)
-    parser.add_argument("--model", default="shakespeare-mingru")
-    parser.add_argument("--device", default="cpu")
+    parser = command_line("cache", __doc__)
+    parser.add_argument("--model", default="shakespeare-mingru", help="a bundled one or a folder")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--context", type=int, default=20_000, help="tokens")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--context", type=int, default=20_000, help="length of the context, tokens")
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
     args = parser.parse_args()
     config = EngineConfig(model=args.model, device=args.device, threads=args.threads, max_slots=64)
     on = ModelRunner(config)

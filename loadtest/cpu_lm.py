@@ -1,16 +1,16 @@
-"""The packed language model on the CPU beside the limits and torch.compile: `python -m
-loadtest.cpu_lm`.
+"""The packed CPU model against the machine's limits and torch.compile.
+
+    python -m loadtest.cpu_lm --threads 2 --models 113M --weights bfloat16 int8
 
 Prints tokens/s of whole decode steps (no sampling) and of prefills, for float32, bfloat16 and int8
-weights, each with its share of what the memory or the processor gives in the same run: weights read
-per second against a plain read of memory, floating-point operations against torch's own matrix
-product. `--peer` adds the same model in plain PyTorch under torch.compile with freezing, which
-takes minutes to compile. Weights are random; texts are random tokens.
+weights. Beside each stands its share of what the machine gives in the same run: bytes of weights
+per second against a plain read of memory, FLOP/s against torch's own matrix product. `--peer` adds
+the same model in plain PyTorch under torch.compile with frozen weights, which takes minutes to
+compile. Weights and texts are random.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from engine.config import ModelConfig
 from engine.models.backends.cpu import CpuBackend
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
-from loadtest.report import median
+from loadtest.report import command_line, median
 
 _CPU = torch.device("cpu")
 MODELS = {
@@ -212,15 +212,25 @@ def _row(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--weights", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill; 0: none")
-    parser.add_argument("--threads", type=int, default=device.usable_cpus())
+    parser = command_line("cpu_lm", __doc__)
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: both"
+    )
+    parser.add_argument(
+        "--weights", nargs="+", choices=KINDS, default=list(KINDS), help="default: all"
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=int,
+        default=[1, 16, 64],
+        help="sequences of a step (default: 1 16 64)",
+    )
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill, 0 for none")
+    parser.add_argument("--threads", type=int, default=device.usable_cpus(), help="CPU threads")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--peer", action="store_true", help="torch.compile with freezing too")
-    parser.add_argument("--best", action="store_true", help="quickest calls, not medians")
+    parser.add_argument("--peer", action="store_true", help="measure torch.compile too")
+    parser.add_argument("--best", action="store_true", help="print the quickest calls, not medians")
     given = parser.parse_args(arguments)
     global _BEST
     _BEST = given.best

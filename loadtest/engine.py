@@ -1,25 +1,31 @@
-"""The whole model against the limits of the device and against the same model in PyTorch.
+"""Whole models against the limits of the device and against the same model in PyTorch.
 
-    python -m loadtest.engine                                        # a GPU where there is one
+    python -m loadtest.engine                                        # on a GPU if there is one
     python -m loadtest.engine --device cpu --models 6.3m 113m --dtype bfloat16 float32
     python -m loadtest.engine --models 1.3b --cell minlstm --batch 1 64 1024 --only decode gemm
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
-    python -m loadtest.engine --deterministic --only decode prefill  # and what it costs
+    python -m loadtest.engine --deterministic --only decode prefill
 
-Models: 6.3m, 113m and 1.3b with random weights, bundled names, checkpoint folders. Decoding:
-milliseconds a step and tokens/s of the runner (from a plan to ids on the host, sampling included),
-greedy and with temperature 0.8 and top_p 0.9, and of the whole engine (requests added, stepped
-until all are done). Prefill: one prompt by its length, and what a token costs after it.
+Models: 6.3m, 25m, 113m and 1.3b with random weights, bundled names, checkpoint folders.
 
-The limits are measured in the same run: the bandwidth of a kernel that only reads, and the bare
-matrix products of the model at each batch. A step takes at least the weights' bytes over the one,
-and its FLOP over the best rate of the other. A model whose weights fit in a cache may exceed the
-first. The peer has the same weights in plain PyTorch operators: in a CUDA graph, or under
-torch.compile with frozen weights on the CPU; that both compute the same is checked token by token.
-minGRU-pytorch reads prompts beside them, in fp32, where it is installed.
+Parts, chosen with --only:
+    decode     a step of the runner, from a plan to ids on the host, greedy: ms and tokens/s
+    sampled    the same with temperature 0.8 and top_p 0.9
+    penalised  sampled, with penalties
+    reported   sampled, with log-probabilities
+    engine     the whole engine: requests added, and stepped until all are done
+    prefill    one prompt by its length, and what the next token costs after it
+    gemm       the model's bare matrix products at each batch
+    peer       the same weights in plain PyTorch, and minGRU-pytorch for prompts (fp32)
 
-Parts to choose by --only: decode (greedy), sampled, penalised (sampled, with penalties), reported
-(sampled, with log-probabilities), engine, prefill, gemm (bare products), peer.
+Limits are measured in the same run: the bandwidth of a kernel that only reads, and the rate of the
+bare products. A step takes at least the larger of two times: its weights' bytes over the bandwidth,
+and its FLOP over the best rate of the products. A model that fits in a cache may exceed the first.
+
+The peer runs in a CUDA graph, on the CPU under torch.compile with frozen weights. It reads the
+tokens that the engine draws, and each must be its own best token or within rounding of it.
+
+The last table sets the figures against the project's bars: "pass" or "short".
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ from loadtest.lm_models import SIZES, Subject, subject, work
 from loadtest.lm_plots import engine_png
 from loadtest.lm_tables import print_checks, print_model
 from loadtest.peers.torch_lm import Mode
-from loadtest.report import environment, print_environment, save_json
+from loadtest.report import command_line, environment, print_environment, save_json
 from loadtest.timing import release_memory
 
 BATCHES = {"cuda": [1, 4, 16, 64, 256, 1024, 4096], "cpu": [1, 4, 16, 64, 256]}
@@ -58,47 +64,63 @@ MODELS = {"cuda": ["6.3m", "113m", "1.3b"], "cpu": ["6.3m", "113m"]}
 
 
 def _options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m loadtest.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = command_line("engine", __doc__)
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     options.add_argument(
         "--models",
         nargs="+",
-        help=f"{', '.join(SIZES)}, bundled names or folders; by default 6.3m, 113m, 1.3b (not on "
-        "the CPU) and the bundled ones",
+        help=f"{', '.join(SIZES)}, bundled names or folders (default: 6.3m, 113m, on a GPU 1.3b, "
+        "and the bundled ones)",
     )
-    options.add_argument("--cell", nargs="+", choices=get_args(CellName), default=["mingru"])
-    options.add_argument("--dtype", nargs="+", choices=get_args(DtypeName), default=["bfloat16"])
+    options.add_argument(
+        "--cell",
+        nargs="+",
+        choices=get_args(CellName),
+        default=["mingru"],
+        help="of models with random weights (default: mingru)",
+    )
+    options.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=get_args(DtypeName),
+        default=["bfloat16"],
+        help="of the weights (default: bfloat16)",
+    )
     options.add_argument(
         "--quantize",
         nargs="+",
         choices=["none", "int8", "fp8"],
         default=["none"],
-        help="weights as they are and quantised; `none` first gives what the others are set beside",
+        help="weights unquantised and in 8 bits; put none first to compare the others with it",
     )
     options.add_argument(
         "--deterministic",
         action="store_true",
-        help="each model a second time, deterministic, beside its default",
+        help="measure each model a second time in deterministic mode, beside its default",
     )
-    options.add_argument("--batch", type=_count, nargs="+", help="sequences that decode together")
-    options.add_argument("--prefill", "--prompt", type=_count, nargs="+", help="prompt lengths")
-    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument(
+        "--batch", type=_count, nargs="+", help="numbers of sequences that decode together"
+    )
+    options.add_argument(
+        "--prefill", "--prompt", type=_count, nargs="+", help="prompt lengths, tokens"
+    )
+    options.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)"
+    )
     options.add_argument(
         "--peer",
         choices=["auto", *get_args(Mode)],
         default="auto",
-        help="how PyTorch runs the same model: auto is graph on a GPU, compile on the CPU",
+        help="how PyTorch runs the same model; auto is graph on a GPU and compile on the CPU",
     )
-    options.add_argument("--steps", type=_count, help="at most so many decode steps a round")
+    options.add_argument("--steps", type=_count, help="most decode steps in a round")
     options.add_argument("--threads", type=_count, help="CPU threads")
     options.add_argument(
-        "--seconds", type=float, help="about what one figure may take (GPU 0.15, CPU 0.5)"
+        "--seconds",
+        type=float,
+        help="about how long one figure may take (default: 0.15 on a GPU, 0.5 on a CPU)",
     )
-    options.add_argument("--budget-seconds", type=float, help="start nothing after so long")
+    options.add_argument("--budget-seconds", type=float, help="start no measurement after so long")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     options.add_argument("--png", type=Path, help="draw the figures to this file")
     return options

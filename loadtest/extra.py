@@ -1,4 +1,4 @@
-"""What a tool does that finds a package of the extra `loadtest` missing: it ends with one line."""
+"""Ends a tool with one line if a package of the extra `loadtest` is missing."""
 
 from __future__ import annotations
 

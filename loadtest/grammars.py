@@ -1,18 +1,17 @@
-"""What grammars cost: a mask, a compilation, and an engine whose streams all have one.
+"""What grammars cost: a mask, a compilation, and streams that have one.
 
     python -m loadtest.grammars
 
-Masks are those of a vocabulary of 32,000 tokens, byte pairs of the Python sources that lie on every
-machine; each grammar is followed along the tokens of a text that matches it. One thread computes
-them, but for a batch. The engine runs a bundled model, or one with random weights and these byte
-pairs: as many streams with a grammar, in whose draws the host has a part, with none, with
-penalties, and with log-probabilities. Then some of these stand beside streams without, to see what
-they cost those.
+Masks are those of a vocabulary of 32,000 tokens: byte pairs of the Python sources on this machine.
+Each grammar follows the tokens of a text that matches it, on one thread; a batch uses several.
+
+The engine then runs a bundled model, or one with random weights and that vocabulary. All streams
+have a grammar, or none, or penalties, or log-probabilities. Last, a few of these run beside streams
+without, to see what they cost the others.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sysconfig
@@ -36,7 +35,7 @@ from engine.structured_output.compiler import compile_grammar, load_tokens
 from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.matchers import GrammarMatchers
 from loadtest.lm_models import SIZES, subject
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 
 PERSON = {
     "type": "object",
@@ -266,22 +265,22 @@ def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables."""
-    parser = argparse.ArgumentParser(prog="loadtest.grammars", description=__doc__)
-    parser.add_argument("--vocab-size", type=int, default=32_000)
-    parser.add_argument("--streams", type=int, default=32)
+    parser = command_line("grammars", __doc__)
+    parser.add_argument("--vocab-size", type=int, default=32_000, help="of the masks' tokenizer")
+    parser.add_argument("--streams", type=int, default=32, help="in one engine")
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--threads", type=int, default=2, help="of the engine")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of the engine")
     parser.add_argument(
         "--model",
         default="shakespeare-mingru",
-        help=f"a bundled one, a folder, or one of {', '.join(SIZES)}: random weights in bfloat16, "
+        help=f"a bundled one, a folder, or random weights in bfloat16: {', '.join(SIZES)}, "
         "with grammars if its vocabulary is of --vocab-size",
     )
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument(
-        "--tokenizer", type=Path, help="a folder with a tokenizer.json of that size"
+        "--tokenizer", type=Path, help="a folder with a tokenizer.json of --vocab-size"
     )
-    parser.add_argument("--json", type=Path, help="where to save the figures")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args(argv)
     print_environment()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,26 +1,27 @@
-"""The engine's host side alone: tokens per second that its loop can plan, commit and send.
-
-The whole engine process's loop runs, scheduler, events and encoding included, around a mock runner
-that says that every sequence drew the same token:
-    free     it costs nothing: what is left is the time that the host needs per token
-    paced    its steps take as long as a device's would, while the host does other things: how much
-             of the device's time the engine uses
-    turning  the same with four times as many requests as slots and answers of `--answers` tokens,
-             so that some end and others begin all the time
-With `--share` there is another table, of the load of `loadtest.share`: a closed loop of POSTs of 64
-prompts of 16 random ids, whose plain answers have 128 tokens, and a GPU server's rows for cached
-states. It tells what a request costs the host beyond its tokens, of which the same rounds are taken
-without anybody coming or going: microseconds of CPU time from decoding it to encoding its answer.
-Time is the process's CPU time without the mock's own, to which waiting for the mock device adds as
-much as is left to wait, so that other work on the machine does not count.
+"""The engine's host side alone: tokens/s that its loop can plan, commit and send.
 
     python -m loadtest.host --batch 1 64 1024 --step-ms 0.12 0.26 0.57
     python -m loadtest.host --batch 1024 --step-ms 0.57 --share
+
+The loop of the engine's process runs, with scheduler, events and encoding, around a mock runner for
+which every sequence draws the same token:
+    free     the runner costs nothing, so what is left is the host's time per token
+    paced    its steps take as long as a device's, while the host works: how much of the device's
+             time the engine uses
+    turning  paced, with four times as many requests as slots and answers of `--answers` tokens, so
+             that requests begin and end all the time
+
+`--share` adds what a request costs the host beyond its tokens, in microseconds of CPU time from
+decoding it to encoding its answer. The load is that of `loadtest.share`: a closed loop of POSTs of
+64 prompts of 16 random ids with plain answers of 128 tokens, and as many rows for cached states as
+on a GPU server. The cost of the same rounds with nobody coming or going is subtracted.
+
+Times are the process's CPU time without the mock's own, so other work on the machine counts little.
+Waiting for the mock device adds what is left to wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import time
@@ -41,7 +42,7 @@ from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.scheduler import decode_scheduler
 from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
-from loadtest.report import median, print_environment, print_table, save_json
+from loadtest.report import command_line, median, print_environment, print_table, save_json
 
 TOKEN = 5000  # not one of the small integers that Python keeps
 ENDLESS = 1 << 30
@@ -314,19 +315,29 @@ def turning(batch: int, low: int, high: int) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--batch", type=int, nargs="+", default=[1, 64, 1024])
+    options = command_line("host", __doc__)
     options.add_argument(
-        "--step-ms", type=float, nargs="+", default=[0.12, 0.26, 0.57], help="one for each batch"
+        "--batch", type=int, nargs="+", default=[1, 64, 1024], help="default: 1 64 1024"
     )
-    options.add_argument("--tokens", type=int, default=1 << 19, help="in all, at each batch size")
-    options.add_argument("--seconds", type=float, default=1.0, help="of each run that is paced")
     options.add_argument(
-        "--answers", type=int, nargs=2, default=[128, 384], help="shortest and longest, turning"
+        "--step-ms",
+        type=float,
+        nargs="+",
+        default=[0.12, 0.26, 0.57],
+        help="a step of the device, one for each batch (default: 0.12 0.26 0.57)",
     )
-    options.add_argument("--share", action="store_true", help="what a request costs, too")
-    options.add_argument("--repeat", type=int, default=3)
-    options.add_argument("--json", type=Path)
+    options.add_argument("--tokens", type=int, default=1 << 19, help="in all, for each batch")
+    options.add_argument("--seconds", type=float, default=1.0, help="of each paced run")
+    options.add_argument(
+        "--answers",
+        type=int,
+        nargs=2,
+        default=[128, 384],
+        help="shortest and longest of turning (default: 128 384)",
+    )
+    options.add_argument("--share", action="store_true", help="measure what a request costs, too")
+    options.add_argument("--repeat", type=int, default=3, help="runs; the median counts")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     if len(args.step_ms) != len(args.batch):
         options.error("--step-ms needs as many values as --batch")

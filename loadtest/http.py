@@ -1,4 +1,4 @@
-"""Load test of a running server over HTTP; `minserve bench` is the same program.
+"""Load test of a running server over HTTP; the same program as `minserve bench`.
 
 python -m loadtest.http --url http://127.0.0.1:8000 --rate 20 --requests 200
 """

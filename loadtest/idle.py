@@ -1,20 +1,21 @@
-"""Ten thousand connections that send nothing, or too slowly: is anybody else held up?
+"""Whether ten thousand idle or slow connections hold up anybody else.
 
     python -m loadtest.idle
 
-A third of them send nothing, a third a piece of a head, a third a head and a piece of its body.
-While they are open, `/health` and a short generation are timed, each on a connection of its own.
+A third of the connections send nothing, a third a piece of a head, a third a head and a piece of
+its body. While they are open, `/health` and a short generation are timed, each on a connection of
+its own. Starts its own server. Exit code 1 if a `/health` takes longer than 100 ms, 2 if it cannot
+be measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import resource
 import time
 from pathlib import Path
 
-from loadtest.report import percentile, print_environment, save_json
+from loadtest.report import command_line, percentile, print_environment, save_json
 from loadtest.subject import Subject
 from service.terminal.bench.connection import Server
 
@@ -88,10 +89,10 @@ async def run(subject: Subject, connections: int, asks: int) -> dict[str, list[f
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where every /health was in time, else 1; 2 where it cannot be measured."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--connections", type=int, default=10_000)
-    options.add_argument("--asks", type=int, default=200)
-    options.add_argument("--json", type=Path)
+    options = command_line("idle", __doc__)
+    options.add_argument("--connections", type=int, default=10_000, help="idle or slow ones")
+    options.add_argument("--asks", type=int, default=200, help="timed requests of each kind")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     try:

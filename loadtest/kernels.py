@@ -1,22 +1,23 @@
-"""The operators against the memory limit, all through `engine.ops`.
+"""The operators of `engine.ops` against the memory limit.
 
-    python -m loadtest.kernels                                     # a GPU where there is one
+    python -m loadtest.kernels                                     # on a GPU if there is one
     python -m loadtest.kernels --device cpu --quick
     python -m loadtest.kernels --cases fused steps --dtype bfloat16 --shapes 1x65536x768 16x768
     python -m loadtest.kernels --cases draws --shapes 1024x32000   # rows x vocabulary
-    python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; on Hopper alone
+    python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; Hopper only
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
-measured in the same run: a large copy (the copy ceiling) and element-wise kernels of the same
-bytes (`torch.add`: two reads and a write, `torch.addcmul`: three reads and a write). Inputs are
-random and rotate past the caches; outputs are overwritten with NaN before a check that all of them
-are finite after it; times are medians, on a GPU of CUDA graphs of many calls. A row that cannot run
-says why and ends nothing else.
+measured in the same run: a large copy (the copy ceiling), and element-wise kernels of the same
+bytes (`torch.add`: two reads and a write, `torch.addcmul`: three reads and a write).
+
+Inputs are random and rotate so that caches do not answer. Times are medians, on a GPU of CUDA
+graphs of many calls. Outputs are filled with NaN before a last call, and must be finite after it. A
+row that cannot run says why and ends nothing else.
 
 The error is against a float64 recurrence from the same inputs, over all tokens of 16 channels: the
-relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger; of draws and heads,
-the share of tokens that are not the reference's.
+relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger. For draws and heads
+it is the share of tokens that differ from the reference's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from loadtest.operators.rows import Row, print_rows
 from loadtest.operators.shapes import Selection, select
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
-from loadtest.report import environment, print_environment, roofline_png, save_json
+from loadtest.report import command_line, environment, print_environment, roofline_png, save_json
 from loadtest.timing import (
     keeps_freed_memory,
     last_level_cache,
@@ -62,25 +63,28 @@ TITLES = {
 
 
 def _options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m loadtest.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    options = command_line("kernels", __doc__)
+    options.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N",
     )
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--cases", nargs="+", choices=list(TITLES), default=list(TITLES))
+    options.add_argument(
+        "--cases", nargs="+", choices=list(TITLES), default=list(TITLES), help="default: all"
+    )
     options.add_argument(
         "--shapes",
         nargs="+",
-        help="8x4096x2048, varlen128x8192x2048, 127x16in2048x1152; 16x768 of the others",
+        help="of scans, as in 8x4096x2048, varlen128x8192x2048 or 127x16in2048x1152; of other cases, "
+        "as in 16x768",
     )
     options.add_argument(
         "--dtype",
         nargs="+",
         choices=["float32", "bfloat16", "float16"],
-        help="by default float32 and bfloat16, for steps bfloat16 alone",
+        help="default: float32 and bfloat16, for steps bfloat16",
     )
-    options.add_argument("--quick", action="store_true", help="smaller shapes on the CPU")
+    options.add_argument("--quick", action="store_true", help="use smaller shapes on the CPU")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     options.add_argument("--png", type=Path, help="draw the roofline picture to this file")
     return options

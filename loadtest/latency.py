@@ -1,24 +1,22 @@
-"""Latency at half of saturation: tokens must follow the engine's rounds, and little else.
+"""Latency at half of saturation, against bars made of the engine's own rounds.
 
     python -m loadtest.latency
 
-A server of its own with the bundled model is first saturated, then asked at half of that rate. Two
-bars: between two events of a stream at p99 at most 3 round trips of the engine and 5 ms; until the
-first token at p99 at most the prefill, 5 round trips and 10 ms. A round trip is what the engine
-spends on a round at this load, prompts of others included; it and the prefill are means, from the
-server's own metrics of the run.
+Saturates its own server with the bundled model, then sends half of that rate. Two bars, at p99:
+between two events of a stream at most 3 rounds of the engine and 5 ms; until the first token at
+most the prefill, 5 rounds and 10 ms. A round is what the engine spends on one at this load, prompts
+of others included. Round and prefill are means from the server's metrics of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 from loadtest.overload import load
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 from loadtest.with_httpx import httpx
 
@@ -58,14 +56,16 @@ def judge(summary: dict[str, Any], engine: dict[str, float]) -> list[tuple[str, 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: the bars are of this machine's time."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--share", type=float, default=0.5, help="of saturation")
-    options.add_argument("--seconds", type=float, default=20.0)
-    options.add_argument("--slots", type=int, default=32)
-    options.add_argument("--threads", type=int, default=1, help="of the engine")
-    options.add_argument("--prompt-length", default="64")
-    options.add_argument("--output-length", default="64")
-    options.add_argument("--json", type=Path)
+    options = command_line("latency", __doc__)
+    options.add_argument(
+        "--share", type=float, default=0.5, help="of the saturated rate that is sent"
+    )
+    options.add_argument("--seconds", type=float, default=20.0, help="of the measured load")
+    options.add_argument("--slots", type=int, default=32, help="of the server")
+    options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
+    options.add_argument("--prompt-length", default="64", help="characters, as in minserve bench")
+    options.add_argument("--output-length", default="64", help="tokens, as in minserve bench")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     with Subject(max_slots=args.slots, threads=args.threads) as subject:

@@ -1,29 +1,29 @@
-"""Whole layers: a training step against cuDNN, and the seed benchmark against its limit.
-
-Training step: forward and backward (gradients of the input and of every weight, from one fixed
-random gradient of the output) of one minGRU and one minLSTM layer as minserve trains them, that is
-the gate projection and the differentiable scan, beside `nn.GRU` and `nn.LSTM` of the same width,
-bias and precision, and beside the same minGRU with the scan in log space in plain PyTorch, which is
-the formulation of "Were RNNs All We Needed?" (arXiv 2410.01201, appendix B). Peak memory is what
-one step allocates above the weights, the input and the gradient of the output.
-
-The paper's figures stand beside ours: its minGRU and minLSTM trained 175 and 235 times faster per
-step than its GRU and LSTM at 512 tokens, 1,324 and 1,361 times at 4,096, for about 88 % more
-memory, with a batch of 64 on a T4, a GPU of 2018. Ours are ratios to today's cuDNN layers on the
-device of the run, a much stronger opponent than a GRU that runs token by token. So cuDNN's layers
-get their input as [time, batch, width] in memory, which they take without a copy.
-
-On a GPU torch's layers are measured through cuDNN only: what torch runs token by token instead
-takes seconds a step and says nothing. Where torch keeps bfloat16 from cuDNN, the row says so, and
-cuDNN's float16 layer, which has as many bytes, is the one compared with.
-
-The seed benchmark, a table of its own, is `loadtest.seed`. It takes a few seconds and comes first;
-then come minserve's layers, torch's, the same in TF32, and the log-space scan, so that a run cut
-short by --budget-seconds has what matters most.
+"""Whole layers: a training step against cuDNN, and one long sequence against its limit.
 
     python -m loadtest.layers
     python -m loadtest.layers --quick --device cpu
     python -m loadtest.layers --budget-seconds 60 --json layers.json
+
+A training step is forward and backward: gradients of the input and of every weight, from one fixed
+random gradient of the output. Measured are one minGRU and one minLSTM layer as minserve trains
+them (gate projection and differentiable scan), `nn.GRU` and `nn.LSTM` of the same width, bias and
+precision, and the same minGRU with the scan in log space in plain PyTorch, the formulation of "Were
+RNNs All We Needed?" (arXiv 2410.01201, appendix B). Peak memory is what one step allocates above
+the weights, the input and the gradient of the output.
+
+The paper's figures stand beside these. Its minGRU and minLSTM train 175 and 235 times faster per
+step than its GRU and LSTM at 512 tokens, and 1,324 and 1,361 times at 4,096, for about 88 % more
+memory, with a batch of 64 on a T4, a GPU of 2018. The ratios here are to today's cuDNN layers on
+the device of the run, a much stronger opponent. cuDNN's layers get their input as [time, batch,
+width] in memory, which they take without a copy.
+
+On a GPU torch's layers are measured through cuDNN only: what torch runs token by token instead
+takes seconds a step. Where torch keeps bfloat16 from cuDNN, the row says so, and cuDNN's float16
+layer, which has as many bytes, takes its place.
+
+The long sequence is `loadtest.seed`. It takes a few seconds and comes first; then come minserve's
+layers, torch's, the same in TF32, and the log-space scan, so that a run cut short by
+--budget-seconds has what matters most.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from loadtest.layers_step import (
 )
 from loadtest.layers_timing import Budget
 from loadtest.measuring import PRECISIONS, Figures, reported
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 
 # (layer, tokens) -> speed-up of a training step, and the memory's growth, in arXiv 2410.01201.
 PAPER_SPEEDUP = {
@@ -212,22 +212,30 @@ def said(figures: Figures) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = command_line("layers", __doc__)
+    options.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N",
+    )
     options.add_argument(
         "--dtype",
         nargs="+",
         choices=sorted(PRECISIONS),
         help="default: float32, bfloat16, on CUDA tf32 too",
     )
-    options.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True)
-    options.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    options.add_argument(
+        "--bias", action=argparse.BooleanOptionalAction, default=True, help="biases in all layers"
+    )
+    options.add_argument(
+        "--quick", action="store_true", help="use tiny sizes, to check that it runs"
+    )
     options.add_argument(
         "--budget-seconds",
         type=float,
-        help="start no measurement after so long, and print what there is; default: no limit",
+        help="start no measurement after so long, and print what there is (default: no limit)",
     )
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     budget = Budget(args.budget_seconds)
     device = torch.device(args.device)

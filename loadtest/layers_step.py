@@ -1,4 +1,4 @@
-"""The layers that loadtest.layers compares, and the measurement of one training step of a layer."""
+"""The layers that `loadtest.layers` compares, and the measurement of one training step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How long measurements of whole layers may take: few calls of slow ones, no new one when time is
-up."""
+"""Time limits of `loadtest.layers`: few calls of slow layers, and none after the budget."""
 
 from __future__ import annotations
 

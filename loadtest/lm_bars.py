@@ -1,4 +1,4 @@
-"""What the figures of loadtest.engine have to reach, each as a row that passes or falls short.
+"""The bars of `loadtest.engine`: each is a row that passes or falls short.
 
 GPU: tokens/s of the runner in bf16 with minGRU cells, but never more than 90 % of what the model's
 bare GEMM sequence reaches in the same run; sampling, the whole engine and quantised weights against

@@ -1,4 +1,4 @@
-"""Drives a ModelRunner and an Engine for measurements: the one place here that makes Plans.
+"""Drives a ModelRunner and an Engine for measurements; the only module here that makes plans.
 
 A decode round is what the runner does between two waits of the host: one step or several, whose
 tokens it draws on the device (a `plain` plan).

@@ -1,6 +1,6 @@
-"""What loadtest.engine finds out about one model, and what follows from it by arithmetic.
+"""The figures of one model in `loadtest.engine`, and what follows from them by arithmetic.
 
-Every duration is in seconds; None is a figure that was not asked for or could not be had, and
+Every duration is in seconds. None is a figure that was not asked for or could not be measured, and
 `notes` says why.
 """
 

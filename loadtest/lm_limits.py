@@ -1,9 +1,9 @@
-"""What bounds a model on a device, measured in the run that uses it.
+"""The limits of a model on a device, measured in the run that uses them.
 
 - Read bandwidth: the best of several kernels that read a large buffer and write next to nothing. A
-  decode step reads its weights; a copy, which writes as much as it reads, says less about it.
+  decode step reads its weights, so a copy, which writes as much as it reads, is no limit for it.
 - The bare GEMM sequence: every matrix product of the model for so many rows, with the model's own
-  weights and nothing between, as fast as the libraries under torch do it.
+  weights and nothing between, as fast as the libraries under torch compute it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures one model: its limits, the runner, the whole engine, and the same model in PyTorch.
 
-What a figure needs fails on its own: the row then says why and the rest goes on. What is ours comes
-before the peers, so that a run cut short by its budget has what matters most.
+A figure that fails leaves a note in its row, and the rest goes on. The project's own figures come
+before the peers', so that a run cut short by its budget has what matters most.
 """
 
 from __future__ import annotations

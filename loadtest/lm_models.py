@@ -1,6 +1,6 @@
-"""The models that loadtest.engine measures: issue sizes with random weights, bundled ones, folders.
+"""The models that `loadtest.engine` measures: sizes with random weights, bundled ones, folders.
 
-Random weights are drawn on the device, so that 1.3 B of them take a moment, and are scaled so that
+Random weights are drawn on the device, so that 1.3 B of them take a moment. They are scaled so that
 a model behaves like a trained one where it matters here: activations keep their size through 24
 layers, logits are neither constant nor dominated by the token just read, and greedy decoding visits
 many tokens.

@@ -1,4 +1,4 @@
-"""The picture of loadtest.engine: roofline, tokens/s against batch, cost per token against context.
+"""The picture of `loadtest.engine`: roofline, tokens/s by batch, cost of a token by context.
 
 python -m loadtest.lm_plots engine.json --png engine.png     # draws saved figures again
 """

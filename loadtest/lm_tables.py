@@ -1,4 +1,4 @@
-"""The tables of loadtest.engine on the terminal."""
+"""The tables of `loadtest.engine` on the terminal."""
 
 from __future__ import annotations
 

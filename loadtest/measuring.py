@@ -1,4 +1,4 @@
-"""What every measurement of whole layers shares: precision, peak memory, rows that fail."""
+"""What measurements of whole layers share: precision, peak memory, rows that may fail."""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""Is memory flat? One long text is scored by a running server while its processes are watched.
+"""Whether memory is flat: the growth of a server's processes while it reads one long prompt.
 
-python -m loadtest.memory --pid SERVER_PID --data tinyshakespeare.txt --bytes 1000000
+    python -m loadtest.memory --pid SERVER_PID --data tinyshakespeare.txt --bytes 1000000
+
+Asks a running server of this machine for one token after the prompt, and samples the resident
+memory of its processes meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from pathlib import Path
 
 from loadtest.prompts import Prompts
-from loadtest.report import print_environment, save_json
+from loadtest.report import command_line, print_environment, save_json
 from loadtest.with_httpx import httpx
 
 
@@ -39,12 +41,14 @@ def resident_bytes(pid: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--url", default="http://127.0.0.1:8000")
-    options.add_argument("--pid", type=int, required=True, help="the server's process id")
-    options.add_argument("--data", type=Path)
+    options = command_line("memory", __doc__)
+    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    options.add_argument(
+        "--pid", type=int, required=True, help="process id of the server, on this machine"
+    )
+    options.add_argument("--data", type=Path, help="text file to cut the prompt from")
     options.add_argument("--bytes", type=int, default=1_000_000, help="length of the prompt")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     text = Prompts(args.data, args.bytes, args.bytes, seed=0).draw()
     body = {"prompts": [text], "max_tokens": 1, "temperature": 0, "ignore_eos": True}

@@ -1,11 +1,12 @@
-"""Overload: five times what a server can answer, and what it is like right after.
+"""Overload: five times what a server can answer, and its latency right after.
 
     python -m loadtest.overload
 
-A server of its own with the bundled model is measured in a closed loop that fills its slots (the
-peak), at half of that (normal latency), at five times that for a minute, and at half again at once
-after it. Refusals must be quick, what is accepted must be answered, at the peak's pace, in memory
-that does not grow; and what comes after must not feel what was before.
+Its own server with the bundled model is measured in a closed loop that fills its slots (the peak),
+at half of that rate (normal latency), at five times the peak for a minute, and at half again at
+once after it. Bars: refusals are quick, every accepted request is answered, tokens/s stay at the
+peak's, memory does not grow, and latency afterwards is normal. Exit code 1 if a request is lost or
+left in flight; the other bars depend on the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 from service.terminal.bench.command import measure
 from service.terminal.bench.options import parser
@@ -125,16 +126,16 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 1 where a request got no answer or is left in flight: other bars are of this
     machine's time and memory."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--times", type=float, default=5.0, help="of the peak")
+    options = command_line("overload", __doc__)
+    options.add_argument("--times", type=float, default=5.0, help="of the peak's rate")
     options.add_argument("--seconds", type=float, default=60.0, help="of the overload")
-    options.add_argument("--probe", type=float, default=10.0, help="seconds of the other runs")
-    options.add_argument("--slots", type=int, default=32)
-    options.add_argument("--waiting", type=int, default=64, help="requests that may wait")
-    options.add_argument("--threads", type=int, default=1, help="of the engine")
-    options.add_argument("--prompt-length", default="64")
-    options.add_argument("--output-length", default="32")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--probe", type=float, default=10.0, help="seconds of each other run")
+    options.add_argument("--slots", type=int, default=32, help="of the server")
+    options.add_argument("--waiting", type=int, default=64, help="most requests in the queue")
+    options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
+    options.add_argument("--prompt-length", default="64", help="characters, as in minserve bench")
+    options.add_argument("--output-length", default="32", help="tokens, as in minserve bench")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     found = run(args)

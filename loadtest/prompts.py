@@ -1,4 +1,4 @@
-"""Prompts for load tests of one client: a seeded supply of slices of a text file."""
+"""A seeded supply of prompts, cut from a text file, for load tests of one client."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
-"""What 8-bit weights cost: the test loss and the size of a model, stored, quantised to int8 and
-to fp8.
+"""What 8-bit weights cost: test losses and size of a model as stored, in int8 and in fp8.
 
     python -m loadtest.quantization --data tinyshakespeare.txt
 
 The losses are the trainer's two, over the last tenth of the text: in windows that each start at
-the initial state, and with the state carried through. Quantised models take the activations that
-`minserve serve` would choose on the device. The weights' error is the root mean square one of all
-quantised matrices, relative to theirs, and beside it what a scale from each row's largest magnitude
-would give. Ends with exit code 1 where a quantised model's loss changes by ALLOWED or more.
+the initial state, and with the state carried through. Quantised models use the activations that
+`minserve serve` would choose on the device. The weights' error is the root mean square error of all
+quantised matrices relative to them; beside it stands the error with scales from each row's largest
+magnitude. Exit code 1 if a quantised model's loss changes by 0.01 nats per token or more.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +29,7 @@ from engine.models.quantized import quantized_matrices
 from engine.training.data import split
 from engine.training.evaluation import carried_loss, windows_loss
 from engine.training.recipe import Recipe
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 from service.terminal.text import load_tokenizer
 
 ALLOWED = 0.01  # nats per token, of either loss
@@ -117,11 +115,18 @@ def _report(rows: Sequence[Row]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--data", type=Path, required=True, help="the text that was trained on")
-    options.add_argument("--model", nargs="+", default=bundled_names(), help="names or folders")
-    options.add_argument("--device", default="auto")
-    options.add_argument("--json", type=Path)
+    options = command_line("quantization", __doc__)
+    options.add_argument(
+        "--data", type=Path, required=True, help="the text that the models were trained on"
+    )
+    options.add_argument(
+        "--model",
+        nargs="+",
+        default=bundled_names(),
+        help="bundled names or folders (default: all bundled)",
+    )
+    options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     device = resolve_device(args.device)
     torch.set_float32_matmul_precision("highest")

@@ -1,4 +1,4 @@
-"""How every measurement here is reported: as `minserve bench` reports, and in pictures.
+"""What every tool here shares: its command line, tables, JSON, and the picture of kernels.
 
 python -m loadtest.report kernels.json --png kernels.png     # draws saved figures again
 """
@@ -22,6 +22,7 @@ from service.terminal.bench.report import (
 )
 
 __all__ = [
+    "command_line",
     "environment",
     "median",
     "percentile",
@@ -35,6 +36,24 @@ __all__ = [
 # Panels of the roofline picture: a case of loadtest.kernels and its title.
 PANELS = {"fused": "serving scans", "linear": "linear_scan forward", "backward": "backward"}
 _MARKERS = "os^DvPX*<>"
+
+
+class _Format(argparse.RawDescriptionHelpFormatter):
+    """Descriptions as they are written; the default behind each option that has a plain one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help
+        plain = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+        if text and plain and default != argparse.SUPPRESS and "default" not in text:
+            return text + " (default: %(default)s)"
+        return text
+
+
+def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m loadtest.NAME`, whose description is the module's docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m loadtest.{name}", description=doc, formatter_class=_Format
+    )
 
 
 def roofline_png(path: Path, data: dict[str, Any]) -> None:
@@ -111,7 +130,7 @@ def redraw(
     """The command line that draws what `script` saved with --json."""
     options = argparse.ArgumentParser(description=f"Draws saved figures of {script}.")
     options.add_argument("figures", type=Path, help=f"a file that --json of {script} wrote")
-    options.add_argument("--png", type=Path, required=True)
+    options.add_argument("--png", type=Path, required=True, help="the picture to write")
     args = options.parse_args(argv)
     exit_without("matplotlib")
     draw(args.png, json.loads(args.figures.read_text()))

@@ -1,9 +1,9 @@
-"""The seed benchmark: one minGRU layer with its projection, 512 -> 768 -> 512, over one sequence.
+"""One minGRU layer with its projection, 512 -> 768 -> 512, forward over one long sequence.
 
-Forward only, by the serving operator. cuRNN (https://github.com/dhruvmsheth/cuRNN) published the
-layer's times on an RTX 4090 and, in PyTorch, on an i9-12900K. The limit is measured in the same
-run: the two matrix products alone, and the scan's ideal bytes (gates read once, h written once) at
-the rate of a copy. `python -m loadtest.layers` runs it.
+Uses the serving operator. cuRNN (https://github.com/dhruvmsheth/cuRNN) published this layer's times
+on an RTX 4090 and, in PyTorch, on an i9-12900K. The limit is measured in the same run: the two
+matrix products alone, and the scan's ideal bytes (gates read once, h written once) at the rate of a
+copy. `python -m loadtest.layers` runs it.
 """
 
 from __future__ import annotations

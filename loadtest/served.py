@@ -1,8 +1,8 @@
-"""A whole server whose engine is another one: `python -m loadtest.served FACTORY SETTINGS`.
+"""Starts a whole server around another engine: `python -m loadtest.served FACTORY SETTINGS`.
 
-FACTORY is "module:function", as `engine.worker --engine` takes it, and SETTINGS are fields of
-service.settings.Settings as a JSON object. The engine runs in a process of its own behind the real
-transport; nothing else differs from `minserve serve`.
+FACTORY is "module:function", as `engine.worker --engine` takes it. SETTINGS is a JSON object of
+fields of service.settings.Settings. The engine runs in a process of its own behind the real
+transport; nothing else differs from `minserve serve`. The tools here start their servers so.
 """
 
 from __future__ import annotations

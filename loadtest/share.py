@@ -1,16 +1,17 @@
-"""What share of the engine's tokens arrives over HTTP, with a model that is not small.
+"""The share of the engine's tokens that arrives over HTTP.
 
     python -m loadtest.share --model 113m --device cuda     # plain batches, 1,024 slots
     python -m loadtest.share --engines 2 --api-workers 4 --processes 4   # on two GPUs
     python -m loadtest.share --model 113m --device cpu --slots 32 --batch 1 --stream \\
         --prompt-length 64 --output-length 128 --peer
 
-The engine alone decodes in as many slots in this process; then a server of its own is kept full by
-a closed loop of requests, of twice as many prompts as there are slots (--waiting), whose answers
-are texts of a tokenizer of the model's size. With --peer PyTorch decodes 64 rows of the same model
-too (in a CUDA graph, or compiled with frozen weights), which is what other servers' figures can be
-set against. With --engines the server has several, on a GPU each, and what they would do alone is
-so many times what the one does that is measured.
+First the engine alone decodes in all slots, in this process. Then a closed loop of requests keeps
+its own server full, with twice as many prompts as slots (--waiting); answers are texts of a
+tokenizer of the model's size. With --engines the server has several, each on a GPU, and "alone" is
+the rate of one times their number.
+
+--peer decodes 64 rows of the same model in PyTorch (in a CUDA graph, or compiled with frozen
+weights), so that figures of other servers can be compared.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from loadtest.lm_driving import GREEDY, engine_seconds, load
 from loadtest.lm_measure import typical
 from loadtest.lm_models import SIZES, subject
 from loadtest.peers.torch_lm import Decoder
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 from service.terminal.bench.command import measure
 from service.terminal.bench.options import LENGTHS, parser
@@ -132,31 +133,39 @@ def checks(
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where every request was answered: the bars are of this machine's time."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--model", choices=list(SIZES), default="113m", help="random weights")
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--slots", type=int, default=1024)
+    options = command_line("share", __doc__)
+    options.add_argument("--model", choices=list(SIZES), default="113m", help="with random weights")
+    options.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:N",
+    )
+    options.add_argument("--slots", type=int, default=1024, help="of each engine")
     options.add_argument("--batch", type=int, default=64, help="prompts per request")
-    options.add_argument("--stream", action="store_true", help="an event per token")
+    options.add_argument(
+        "--stream", action="store_true", help="ask for streams, with an event per token"
+    )
     options.add_argument(
         "--waiting",
         type=int,
         default=100,
-        help="requests beyond those that fill the slots, in percent, without --stream: a slot that "
-        "comes free is to find a prompt though others of the same request are not answered yet",
+        help="without --stream, requests beyond those that fill the slots, in percent: a free slot "
+        "then finds a prompt while others of its request are still under way",
     )
     options.add_argument("--prompt-length", default="16", help=f"tokens: {LENGTHS}")
     options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
     options.add_argument(
-        "--logprobs", type=int, help="ask for log-probabilities, with so many of the best"
+        "--logprobs", type=int, help="ask for log-probabilities, with so many best tokens"
     )
-    options.add_argument("--seconds", type=float, default=20.0)
-    options.add_argument("--threads", type=int, help="of the engine on a CPU")
-    options.add_argument("--engines", type=int, default=1, help="of the server, a GPU for each")
-    options.add_argument("--api-workers", type=int, default=1, help="of the server")
+    options.add_argument("--seconds", type=float, default=20.0, help="of the load over HTTP")
+    options.add_argument("--threads", type=int, help="CPU threads of the engine")
+    options.add_argument(
+        "--engines", type=int, default=1, help="engines of the server, each on a GPU"
+    )
+    options.add_argument("--api-workers", type=int, default=1, help="API processes of the server")
     options.add_argument("--processes", type=int, default=1, help="client processes")
-    options.add_argument("--peer", action="store_true", help="measure PyTorch as well")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--peer", action="store_true", help="measure PyTorch too")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     device = torch.device(args.device)

@@ -1,16 +1,15 @@
-"""How much of a GPU's time the engine uses with a host that is quick, or slow: simulated.
+"""How much of a GPU's time the engine uses with a quick or a slow host, simulated.
 
     python -m loadtest.slow_host --slower 1 2.3 3
 
-The load is that of loadtest.share: twice as many prompts under way as there are slots. The whole
-engine loop runs as in loadtest.host, and its CPU time counts `--slower` times. The device is a mock
-one that takes as long as an H100 does with the 113 M model, and so does the runner: figures of a
-run of loadtest.share on such a GPU, below.
+The load is that of `loadtest.share`: twice as many prompts under way as there are slots. The whole
+engine loop runs as in `loadtest.host`, and its CPU time counts `--slower` times. The mock device
+and the mock runner take as long as an H100 and its host do with the 113 M model, by figures of a
+run of `loadtest.share`.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from engine import gc_tuning
@@ -19,7 +18,7 @@ from engine.loop import EngineLoop
 from engine.protocol.events import FromEngine, StepEvents
 from engine.step_plan import StepPlan, StepResult
 from loadtest.host import ANSWER, MOST_HOST_BYTES, POST, Clock, MockRunner, PostingMailbox, posts
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 
 # Seconds of the device: a step of 1,024 sequences, to read prompts, and for each of them.
 STEP, READING, PROMPT = 0.65e-3, 0.3e-3, 5.8e-6
@@ -70,10 +69,16 @@ def used(slower: float, turns: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--slower", type=float, nargs="+", default=[1.0, 1.5, 2.3, 3.0])
-    options.add_argument("--turns", type=int, default=20, help="requests a slot")
-    options.add_argument("--json", type=Path)
+    options = command_line("slow_host", __doc__)
+    options.add_argument(
+        "--slower",
+        type=float,
+        nargs="+",
+        default=[1.0, 1.5, 2.3, 3.0],
+        help="times as slow as a quick host (default: 1 1.5 2.3 3)",
+    )
+    options.add_argument("--turns", type=int, default=20, help="requests of each slot")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     figures = {slower: used(slower, args.turns) for slower in args.slower}

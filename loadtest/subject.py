@@ -1,4 +1,4 @@
-"""The subject: one server's processes, and what can be seen of them from outside."""
+"""One server under test: its processes, and what can be seen of them from outside."""
 
 from __future__ import annotations
 

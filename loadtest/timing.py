@@ -1,9 +1,9 @@
-"""Timing of device work: medians over many runs, inputs rotated so that no cache answers.
+"""Times device work: medians over many runs, with inputs rotated so that no cache answers.
 
 On a GPU a launch from Python takes longer than a short kernel, so `graph_seconds_per_call` captures
 many calls into one CUDA graph and times its replays: the figure is the device's work alone, as a
-server that replays graphs sees it. Every output is overwritten with NaN before a last replay and
-must be finite after it. On the CPU the same function times plain calls by the host clock.
+server that replays graphs sees it. Every output is filled with NaN before a last replay and must be
+finite after it. On the CPU the same function times plain calls by the host clock.
 """
 
 from __future__ import annotations

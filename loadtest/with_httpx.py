@@ -1,4 +1,4 @@
-"""httpx for the tools here; without it the program ends with the command that installs it."""
+"""httpx for the tools here; if it is missing the program ends and names the package to install."""
 
 from loadtest.extra import exit_without
 

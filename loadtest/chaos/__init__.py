@@ -1,8 +1,9 @@
-"""Chaos: what a server makes of faults and of clients that misbehave, while others use it.
+"""Faults and clients that misbehave, while others use the server.
 
     python -m loadtest.chaos
 
-Each scenario starts a server of its own with the bundled model, loads it with streams, plain
-answers, batches and scores, does something to it, and then looks: whether each request ended in
-exactly one terminal answer, whether slots and memory came back, and what became of the server.
+Each scenario starts its own server with the bundled model and loads it with streams, plain answers,
+batches and scores. Then the fault happens. Afterwards it checks that each request ended in exactly
+one terminal answer, that slots and memory came back, and whether the server is ready again. Exit
+code 1 if one of these fails.
 """

@@ -1,8 +1,7 @@
-"""The command line: scenarios, one after the other, and their table."""
+"""The command line: scenarios one after the other, and their table."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
@@ -11,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from loadtest import chaos
 from loadtest.chaos.judge import WRONG, Verdict
 from loadtest.chaos.load import Load
 from loadtest.chaos.scenarios import AFTER, BEFORE, SCENARIOS, Scenario
-from loadtest.report import print_environment, print_table, save_json
+from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 
 COLUMNS: tuple[Verdict, ...] = ("answered", "refused", "failed", "no server", *WRONG)
@@ -87,10 +87,12 @@ def _print(findings: Sequence[Finding]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where everything held, else 1."""
-    options = argparse.ArgumentParser(description="What a server makes of faults.")
-    options.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
-    options.add_argument("--users", type=int, default=16)
-    options.add_argument("--json", type=Path)
+    options = command_line("chaos", chaos.__doc__)
+    options.add_argument(
+        "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), help="default: all"
+    )
+    options.add_argument("--users", type=int, default=16, help="who load the server")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
     findings = []

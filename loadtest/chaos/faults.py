@@ -1,4 +1,4 @@
-"""An engine in which faults can be set off: for `engine.worker --engine`, by signals.
+"""An engine with faults that signals set off, for `engine.worker --engine`.
 
 SIGUSR1: the next step loses the device, after which the engine ends.
 SIGUSR2: the next step ends with another error, after which the engine goes on.

@@ -1,4 +1,4 @@
-"""The judge: how one request ended, as its client can tell."""
+"""Judges how one request ended, by what its client sees."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The load under which things happen: users that ask, one request after the other, for all kinds of
-answers, and whose every request is judged."""
+"""The load: users who send all kinds of requests one after the other, each judged."""
 
 from __future__ import annotations
 

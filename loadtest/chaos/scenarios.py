@@ -1,4 +1,4 @@
-"""The scenarios: each does something to a loaded server. Their names are the table's rows."""
+"""The scenarios: each does something to a loaded server. Names are the rows of the table."""
 
 from __future__ import annotations
 

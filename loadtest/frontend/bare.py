@@ -1,10 +1,10 @@
-"""The ceiling: a bare ASGI application that does what no front end can leave out.
+"""The ceiling: a bare ASGI application that does only what no front end can leave out.
 
-`python -m loadtest.frontend.bare PORT BOARD ENGINE_CORE`. It starts the same mock engine behind the
+`python -m loadtest.frontend.bare PORT BOARD ENGINE_CORE` starts the same mock engine behind the
 same transport, reads requests, gives the engine ids, takes ids from the engine's messages, looks up
 each token's text, and writes the same JSON and events: one joined write per stream and turn of the
-event loop. There are no limits, keys, metrics or logs, no stop strings, no check of any value,
-nobody who watches for clients that leave, and no framework.
+event loop. It has no limits, keys, metrics, logs, stop strings, validation or framework, and does
+not watch for clients that leave.
 """
 
 from __future__ import annotations

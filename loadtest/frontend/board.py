@@ -1,4 +1,4 @@
-"""The board: what the processes of a measurement tell each other, in a shared file of integers."""
+"""A shared file of integers by which the processes of a measurement tell each other."""
 
 from __future__ import annotations
 

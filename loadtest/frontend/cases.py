@@ -1,4 +1,4 @@
-"""What is asked of the front end: the loads of its bars, and a steady pace."""
+"""The loads of the front end, each with its bar, and the steady pace."""
 
 from __future__ import annotations
 

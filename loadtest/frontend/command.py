@@ -18,12 +18,13 @@ from typing import Any
 
 import msgspec
 
+from loadtest import frontend
 from loadtest.frontend.board import Board
 from loadtest.frontend.cases import CASES, Case
 from loadtest.frontend.processes import kill, server
 from loadtest.frontend.reader import KEY, Reading, Schedule, Target, get_ready, read
 from loadtest.frontend.ready import Sample
-from loadtest.report import percentile, print_environment, print_table, save_json
+from loadtest.report import command_line, percentile, print_environment, print_table, save_json
 from loadtest.served import free_port
 from loadtest.with_httpx import httpx
 
@@ -325,18 +326,30 @@ def _print_cases(rows: Sequence[dict[str, Any]], window: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description="The Python front end over a mock engine.")
-    options.add_argument("--cases", type=int, nargs="*", default=range(1, len(CASES) + 1))
-    options.add_argument("--window", type=int, default=4, help="steps in flight")
-    options.add_argument("--seconds", type=float, default=4.0, help="of each server in a round")
-    options.add_argument("--warm-up", type=float, default=1.5, help="seconds before its first turn")
-    options.add_argument("--rounds", type=int, default=3, help="of each case; the median counts")
-    options.add_argument("--clients", type=int, default=1, help="reading processes")
+    options = command_line("frontend", frontend.__doc__)
+    options.add_argument(
+        "--cases",
+        type=int,
+        nargs="*",
+        default=range(1, len(CASES) + 1),
+        help="numbers of loads, from 1 (default: all)",
+    )
+    options.add_argument(
+        "--window", type=int, default=4, help="steps that the mock engine is ahead"
+    )
+    options.add_argument("--seconds", type=float, default=4.0, help="of each server in each round")
+    options.add_argument(
+        "--warm-up", type=float, default=1.5, help="seconds of each server before its first turn"
+    )
+    options.add_argument("--rounds", type=int, default=3, help="of each load; the median counts")
+    options.add_argument("--clients", type=int, default=1, help="client processes")
     options.add_argument("--streams", type=int, default=256, help="of the steady pace")
-    options.add_argument("--period", type=float, default=0.001, help="seconds of its steps")
-    options.add_argument("--no-pace", action="store_true")
-    options.add_argument("--no-pin", action="store_true", help="leave cores to the scheduler")
-    options.add_argument("--json", type=Path)
+    options.add_argument(
+        "--period", type=float, default=0.001, help="seconds between steps of the steady pace"
+    )
+    options.add_argument("--no-pace", action="store_true", help="leave the steady pace out")
+    options.add_argument("--no-pin", action="store_true", help="do not pin processes to cores")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     if args.rounds < 1:
         options.error("--rounds: allowed: 1 and more")

@@ -1,4 +1,4 @@
-"""The processes of a measurement: servers on a core of their own, and what they used of it."""
+"""The processes of a measurement: servers on a core of their own, and their CPU time."""
 
 from __future__ import annotations
 

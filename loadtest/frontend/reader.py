@@ -1,4 +1,4 @@
-"""The clients: sockets that ask, count what comes by its bytes, and ask again.
+"""The clients: sockets that ask, count the bytes that come, and ask again.
 
 They must cost less than the server that they measure, so nothing is parsed.
 """

@@ -1,8 +1,8 @@
-"""Bytes that are ready: an ASGI application that sends what the server sent, and no more.
+"""An ASGI application that sends bytes the server sent before, ready-made, and no more.
 
-`python -m loadtest.frontend.ready PORT BOARD SAMPLE`. Its streams are driven as the server's
-are, with as many steps in flight, but from a loop within: there is no engine, and nothing to
-receive, decide, render or count. It is what the HTTP server and the sockets can take.
+`python -m loadtest.frontend.ready PORT BOARD SAMPLE`. Its streams are driven as the server's, with
+as many steps in flight, but from a loop within: there is no engine, and nothing to receive, decide,
+render or count. It shows what the HTTP server and the sockets can take.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: starts a server, asks it, and looks whether it still works."""
+"""The command line: starts a server, sends the requests, and checks that it still works."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loadtest import fuzz as package
 from loadtest.fuzz.raw import fuzz
 from loadtest.fuzz.schema import check_schema
 from loadtest.fuzz.snapshots import fuzz_snapshots
-from loadtest.report import print_environment, save_json
+from loadtest.report import command_line, print_environment, save_json
 from loadtest.subject import Subject
 
 # Answers stay short whatever a mutation asks for.
@@ -28,15 +29,15 @@ MOST_GROWTH = 64.0  # MiB, that a server may take for snapshots that it refuses
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0 where all is well, else 1; 2 for what cannot be run."""
-    options = argparse.ArgumentParser(description="Asks a server what nobody should ask.")
-    options.add_argument("what", choices=("raw", "schema", "snapshots"))
+    options = command_line("fuzz", package.__doc__)
+    options.add_argument("what", choices=("raw", "schema", "snapshots"), help="see above")
     options.add_argument(
-        "--requests", type=int, help="of raw (default 100,000) and snapshots (10,000)"
+        "--requests", type=int, help="of raw (default: 100,000) and snapshots (default: 10,000)"
     )
-    options.add_argument("--connections", type=int, default=32, help="of raw")
-    options.add_argument("--examples", type=int, default=500, help="of each operation, of schema")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", type=Path)
+    options.add_argument("--connections", type=int, default=32, help="of raw, at once")
+    options.add_argument("--examples", type=int, default=500, help="of schema, for each operation")
+    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     if args.what == "schema" and importlib.util.find_spec("schemathesis") is None:
         options.error("schema needs the tests' packages: pip install -e '.[test]'")

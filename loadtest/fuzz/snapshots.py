@@ -1,9 +1,9 @@
-"""Damaged snapshots against a server: every one is refused with a reason, or is a state that works.
+"""Damaged snapshots: every one is refused with a reason, or is a state that works.
 
 Real files are downloaded first. Each is then sent with something wrong in its bytes, its length or
-its header, as an import or along with a request; every other one as of format 1, whose damage no
-digest tells of, so that all other checks have something to do. What is taken must give an answer
-and come back as it was sent.
+its header, as an import or along with a request. Every other one is sent as format 1, which has no
+digest, so that all other checks are reached. A snapshot that is taken must give an answer and come
+back as it was sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""sample_, a token for each row of logits, by filter, beside PyTorch's operators for the same.
+"""sample_, which draws a token for each row of logits, by filter, beside PyTorch's operators.
 
-The ideal bytes are the logits, read once. The rows' slots, counters and parameters are left out:
-some hundred bytes a row.
+The ideal bytes are the logits, read once. Slots, counters and parameters of the rows, some hundred
+bytes each, are left out.
 """
 
 from __future__ import annotations

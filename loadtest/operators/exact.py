@@ -1,4 +1,4 @@
-"""float64 results to compare with, over all tokens of a few channels.
+"""float64 references, over all tokens of a few channels.
 
 `exact_scan` cuts time into about sqrt(time) blocks that step side by side, and then carries each
 block's last state into the next: the same recurrence in float64, in 2 sqrt(time) steps instead of

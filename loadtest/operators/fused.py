@@ -1,4 +1,4 @@
-"""The serving scans, gates and recurrence in one: mingru_scan and minlstm_scan."""
+"""The serving scans mingru_scan and minlstm_scan, gates and recurrence in one."""
 
 from __future__ import annotations
 

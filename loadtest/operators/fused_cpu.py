@@ -1,7 +1,7 @@
-"""The serving scans on the CPU: against a copy, the arithmetic alone, and plain PyTorch.
+"""The serving scans on the CPU, against a copy, their arithmetic alone, and plain PyTorch.
 
-The bar is 80 % of what a threaded copy moves, or of the rate at which the operator works on data
-that stays in the caches (the arithmetic limit) where that is lower.
+The bar is 80 % of the lower of two rates: what a threaded copy moves, and what the operator reaches
+on data that stays in the caches (the arithmetic limit).
 """
 
 from __future__ import annotations

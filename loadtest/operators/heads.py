@@ -1,9 +1,8 @@
-"""The head of a greedy decode step: logits of a batch and the best token of each row drawn from
-them, without logits in memory where there is a kernel for that (Hopper), beside a product that
-writes them and a draw or PyTorch's argmax.
+"""The head of a greedy decode step: logits of a batch, and each row's best token.
 
-The ideal bytes are the weights and the hidden states, read once. With many rows arithmetic is the
-limit, so the rate of the products is told as well.
+On Hopper a kernel does this without logits in memory. Beside it stands a product that writes them,
+followed by a draw or by PyTorch's argmax. The ideal bytes are the weights and the hidden states,
+read once. With many rows arithmetic is the limit, so the rate of the products is shown as well.
 """
 
 from __future__ import annotations

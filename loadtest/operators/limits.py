@@ -1,4 +1,4 @@
-"""What bounds an operator, measured in the same run: copies, and element-wise kernels."""
+"""The limits of an operator, measured in the same run: copies and element-wise kernels."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The shapes that are measured, and how they are written on the command line.
+"""The shapes that are measured, and how the command line writes them.
 
-`8x4096x2048` is sequences x tokens x channels; `varlen128x8192x2048` is 128 packed sequences with
-lengths drawn from 1 to 8,192 by a fixed seed; `126x16+1x1900in4096x1152` is 126 packed sequences of
-16 tokens and one of 1,900 in a tensor of 4,096 rows, those behind them nobody's, as a round of
-prompts has them; `16x768` is the batch x width of a step or a head, or the rows x vocabulary of
-draws.
+- `8x4096x2048`: sequences x tokens x channels.
+- `varlen128x8192x2048`: 128 packed sequences with lengths drawn from 1 to 8,192 by a fixed seed.
+- `126x16+1x1900in4096x1152`: 126 packed sequences of 16 tokens and one of 1,900 in a tensor of
+  4,096 rows, as a round of prompts has them; the rows behind belong to no sequence.
+- `16x768`: batch x width of a step or a head, or rows x vocabulary of draws.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""linear_scan beside other people's scans at the same shapes, each with its error."""
+"""linear_scan beside other scans at the same shapes, each with its error."""
 
 from __future__ import annotations
 

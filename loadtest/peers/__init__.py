@@ -1,1 +1,1 @@
-"""What minserve is measured against: each peer is a function, absent when its package is."""
+"""The peers: each is a function, and is left out if its package is not installed."""

@@ -1,8 +1,8 @@
-"""A minserve model in plain PyTorch operators, with the same weights: what users write today.
+"""A minserve model in plain PyTorch operators with the same weights, as users write it today.
 
 - Decoding: `Decoder`, eager, captured in a CUDA graph, or under torch.compile with frozen weights.
-- Reading a prompt: `read_prompt`, the scan in log space as the paper has it (arXiv 2410.01201,
-  appendix B), over pieces of the prompt so that memory stays bounded.
+- Reading a prompt: `read_prompt`, the scan in log space as in the paper (arXiv 2410.01201, appendix
+  B), over pieces of the prompt so that memory stays bounded.
 - minGRU-pytorch's `minLM` of the same shape, where the package is installed.
 """
 

@@ -3,8 +3,15 @@
     python -m loadtest.state
     python -m loadtest.state --context 5000 --samples 8 --length 500 --sessions 500   # a laptop
 
-A server of its own with the model is asked over one connection, or several where it is said. Bars
-are those of the project; figures are of this machine and moment.
+Starts its own server and asks it over one connection, sessions over several. Parts, chosen with
+--only:
+    copies         keep, fork, download, upload a state, and continue from one
+    context        the first token after a long context: read, cached, named, kept, brought back
+    samples        many samples of one prompt in one request, against one request each
+    continuations  many continuations of one context scored at once, against one request each
+    sessions       idle sessions, resumed at random, and their memory
+
+The last table sets the figures against the project's bars: "pass" or "short".
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from loadtest.report import percentile, print_environment, print_table, save_json
+from loadtest.report import command_line, percentile, print_environment, print_table, save_json
 from loadtest.state.asker import Asker, Texts
 from loadtest.state.contexts import continuations, first_tokens, reading_seconds, samples
 from loadtest.state.copies import copies, restore_cost
@@ -140,24 +147,37 @@ def _print_times(title: str, times: dict[str, list[float]]) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options.add_argument("--model", default=EngineConfig.model)
-    options.add_argument("--device", default="cpu")
-    options.add_argument("--threads", type=int, default=1, help="of the engine")
-    options.add_argument("--asks", type=int, default=50, help="of each kind")
-    options.add_argument("--context", type=int, default=100_000, help="tokens of the long context")
-    options.add_argument("--length", type=int, default=10_000, help="of samples' and scores'")
-    options.add_argument("--samples", type=int, default=64)
-    options.add_argument("--tokens", type=int, default=32, help="of a sample")
-    options.add_argument("--continuations", type=int, default=100)
-    options.add_argument("--sessions", type=int, default=MANY)
-    options.add_argument("--resumes", type=int, default=20_000)
-    options.add_argument("--clients", type=int, default=4, help="that hold the sessions")
-    options.add_argument("--share-slots", type=int, default=EngineConfig.share_slots)
-    options.add_argument("--host-state-bytes", type=int, default=3 * 10**9)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--json", type=Path)
+    options = command_line("state", __doc__)
+    options.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)"
+    )
+    options.add_argument("--model", default=EngineConfig.model, help="a bundled one or a folder")
+    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
+    options.add_argument("--asks", type=int, default=50, help="timed requests of each kind")
+    options.add_argument(
+        "--context", type=int, default=100_000, help="length of the long context, tokens"
+    )
+    options.add_argument(
+        "--length",
+        type=int,
+        default=10_000,
+        help="tokens of the prompts of samples and continuations",
+    )
+    options.add_argument("--samples", type=int, default=64, help="of one prompt")
+    options.add_argument("--tokens", type=int, default=32, help="of each sample")
+    options.add_argument("--continuations", type=int, default=100, help="of one context")
+    options.add_argument("--sessions", type=int, default=MANY, help="idle ones to hold")
+    options.add_argument("--resumes", type=int, default=20_000, help="sessions to resume at random")
+    options.add_argument("--clients", type=int, default=4, help="connections that use the sessions")
+    options.add_argument(
+        "--share-slots", type=int, default=EngineConfig.share_slots, help="as of minserve serve"
+    )
+    options.add_argument(
+        "--host-state-bytes", type=int, default=3 * 10**9, help="as of minserve serve"
+    )
+    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument("--json", type=Path, help="write every figure to this file")
     return options
 
 

@@ -1,4 +1,4 @@
-"""A long context that is shared: read, known, kept, brought back, and read once for many."""
+"""A long shared context: read, cached, named, brought back, and read once for many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States moved about: how long it takes to keep, fork, download, upload and go on from one."""
+"""Moving states: the time to keep, fork, download, upload and continue from one."""
 
 from __future__ import annotations
 

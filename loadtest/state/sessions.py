@@ -1,4 +1,4 @@
-"""Idle sessions: as many as asked for, begun and resumed at random, and the memory they take."""
+"""Idle sessions: begun, resumed at random, and the memory they take."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A running service, a real Prometheus that watches it, and every query of dashboard and rules."""
+"""A running service under a real Prometheus: every query of the dashboard and of the rules."""

@@ -1,12 +1,12 @@
-"""Does the dashboard show anything, and do the rules compute?
+"""Checks that the dashboard shows something and that the rules compute.
 
     python -m loadtest.watched
 
-Starts a server with the bundled model and a Prometheus with docker/prometheus, sends a minute of
-every kind of traffic (the engine is killed once), and asks Prometheus for every query of every
-panel of docker/grafana, every recorded series and every alert. A query that gives no number, a
-rule that fails, or an alert that should fire and does not, is an error: exit code 1. Needs a
-checkout, where those files lie.
+Starts its own server with the bundled model and a Prometheus with docker/prometheus, sends a minute
+of every kind of traffic (the engine is killed once), and asks Prometheus for every query of every
+panel of docker/grafana, every recorded series and every alert. Exit code 1 for a query without a
+number, a rule that fails, or an alert that should fire and does not. Needs a checkout, which holds
+those files, and the program `prometheus`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtest.report import print_environment, print_table
+from loadtest.report import command_line, print_environment, print_table
 from loadtest.subject import Subject
 from loadtest.watched.prometheus import Prometheus
 from loadtest.watched.traffic import SETTINGS, Traffic
@@ -85,9 +85,9 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
-    options = argparse.ArgumentParser(prog="python -m loadtest.watched", description=__doc__)
+    options = command_line("watched", __doc__)
     options.add_argument("--seconds", type=float, default=60.0, help="of traffic")
-    options.add_argument("--prometheus", default="prometheus", help="the program")
+    options.add_argument("--prometheus", default="prometheus", help="the Prometheus program")
     args = options.parse_args(argv)
     print_environment()
     rows = run(args)

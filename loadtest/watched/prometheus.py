@@ -1,4 +1,4 @@
-"""A Prometheus of its own, with the project's configuration, that watches one server."""
+"""A Prometheus with the project's configuration that watches one server."""
 
 from __future__ import annotations
 

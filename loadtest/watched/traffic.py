@@ -1,4 +1,4 @@
-"""Traffic that feeds every series: right and wrong requests, too many, and clients that leave."""
+"""Traffic that feeds every series: right and wrong requests, too many, clients that leave."""
 
 from __future__ import annotations
 
