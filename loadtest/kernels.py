@@ -75,7 +75,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--shapes",
         nargs="+",
-        help="of scans, as in 8x4096x2048, varlen128x8192x2048 or 127x16in2048x1152; of other cases, "
+        help="of scans, as in 8x4096x2048, varlen128x8192x2048 or 127x16in2048x1152; of others, "
         "as in 16x768",
     )
     options.add_argument(
