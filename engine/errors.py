@@ -1,31 +1,31 @@
-"""Every error that the engine raises or reports, as one tree.
+"""The exceptions that the engine raises or reports, as one class tree.
 
     EngineError
     ├── ConfigError          a bad value in config.json or in EngineConfig
     ├── CheckpointError      a checkpoint that is missing, truncated or contradicts its config
-    ├── DeviceError          the device asked for cannot be used; says the mend
-    ├── InvalidRequest       one request's parameters are wrong; names the parameter
-    ├── StateError           of a kept state
-    │   ├── StateNotFound    there is none of that id, or it is another owner's
-    │   ├── StateBusy        a request that will take its place is under way
-    │   ├── StateMismatch    a snapshot of another model
-    │   ├── StateMalformed   a snapshot that is none, or is damaged
-    │   ├── StateQuota       there is no room for another one
-    │   └── StateNotStored   it could not be written to the state folder, or removed from it
-    ├── ReaderBehind         the client reads a stream more slowly than it is written
-    ├── TimedOut             the time that the request was given is over, and what it has is no use
-    ├── Refused              the engine will not take the request now; trying again later may work
-    │   ├── QueueFull        the waiting queue is at its bound; carries retry_after in seconds
-    │   │   └── ShareFull    its owner holds as much of the queue as leaves room for others
-    │   ├── ReloadUnderWay   another model is being loaded already
+    ├── DeviceError          the requested device cannot be used; the message says what to do
+    ├── InvalidRequest       a wrong request parameter; `param` names it
+    ├── StateError           an error about a kept state
+    │   ├── StateNotFound    no state of this owner has that id
+    │   ├── StateBusy        a running request is going to replace the state
+    │   ├── StateMismatch    the snapshot belongs to another model
+    │   ├── StateMalformed   the snapshot is damaged, or is no snapshot
+    │   ├── StateQuota       no room for another state
+    │   └── StateNotStored   the state folder could not be written, or a file not removed
+    ├── ReaderBehind         the client reads its stream too slowly
+    ├── TimedOut             the request's timeout passed before it had a usable result
+    ├── Refused              not accepted now; a later try may succeed
+    │   ├── QueueFull        the request queue is full; carries retry_after in seconds
+    │   │   └── ShareFull    this owner has used up its share of the queue
+    │   ├── ReloadUnderWay   another reload is running
     │   └── Draining         the server is shutting down
-    └── EngineUnavailable    no answer can come from the engine
+    └── EngineUnavailable    the engine cannot answer
         ├── EngineLoading    the model is still loading
         ├── EngineDead       the engine process has ended
-        └── StepFailed       a step raised or gave no numbers; its requests are lost
+        └── StepFailed       a step raised or produced non-finite logits; its requests are lost
 
-An error crosses the process boundary as a `Failed` event (engine.protocol.failed): `code` is the
-class's code, by which `Failed.error` finds the class again on the other side.
+An error crosses the process boundary as a `Failed` event (engine.protocol.failed). Its `code` is
+the class's code; `Failed.error` uses it to find the class again.
 """
 
 from __future__ import annotations
@@ -34,15 +34,22 @@ from typing import ClassVar
 
 
 class DeviceLost(RuntimeError):
-    """The device is lost to this process: every later call of its driver would fail too.
+    """The GPU is lost to this process: every later driver call would fail too.
 
-    A runner raises it from a step. It never crosses the process boundary: the engine makes an
-    EngineDead of it. Running out of device memory is not one.
+    A runner raises it from a step. It never crosses the process boundary: the engine turns it into
+    an EngineDead. Running out of device memory is not a DeviceLost.
     """
 
 
 class EngineError(Exception):
-    """Base of the tree. `code` is stable and machine-readable; `param` names what was wrong."""
+    """Base class of all engine errors.
+
+    Attributes:
+        code: a stable, machine-readable name of the class.
+        message: what was wrong, for people.
+        param: the request or config field that was wrong; None if no single field was.
+        retry_after: seconds after which a retry may succeed; None if unknown.
+    """
 
     code: ClassVar[str] = "engine_error"
 
@@ -68,7 +75,7 @@ class CheckpointError(EngineError):
 
 
 class DeviceError(EngineError):
-    """The device asked for is absent, or the extension holds no code for it."""
+    """The requested device is absent, or the compiled extension has no code for it."""
 
     code = "device_error"
 
@@ -80,86 +87,88 @@ class InvalidRequest(EngineError, ValueError):
 
 
 class StateError(EngineError):
-    """Something about a kept state is wrong; `param` names the field that asked for it."""
+    """An error about a kept state; `param` names the request field that referred to it."""
 
     code = "state_error"
 
 
 class StateNotFound(StateError):
-    """No state of this owner has that id: it never had, was deleted, or its time is over."""
+    """No state of this owner has that id: it never existed, was deleted, or has expired."""
 
     code = "state_not_found"
 
 
 class StateBusy(StateError):
-    """Another request will take this state's place when it ends; one at a time."""
+    """A running request is going to replace this state; only one may at a time."""
 
     code = "state_busy"
 
 
 class StateMismatch(StateError):
-    """A snapshot that another model made."""
+    """The snapshot was made by another model."""
 
     code = "state_mismatch"
 
 
 class StateMalformed(StateError, ValueError):
-    """A snapshot that cannot be one of this model's: the message says what is wrong with it."""
+    """The snapshot cannot be one of this model's; the message says what is wrong with it."""
 
     code = "state_malformed"
 
 
 class StateQuota(StateError):
-    """The owner has as many states as it may, or memory for them is used up by others in use."""
+    """The owner has reached its quota of states, or memory is full of states that are in use."""
 
     code = "state_quota"
 
 
 class StateNotStored(StateError):
-    """A state that is to last could not be written to the state folder, and is not kept; or one
-    that is deleted could not be removed from it."""
+    """A state could not be written to the state folder, or could not be removed from it.
+
+    A state that must last and cannot be written is not kept.
+    """
 
     code = "state_not_stored"
 
 
 class ReaderBehind(EngineError):
-    """The client reads its stream more slowly than it is written, and too much waits for it."""
+    """The client reads its stream too slowly, and too much output is waiting for it."""
 
     code = "reader_behind"
 
 
 class TimedOut(EngineError):
-    """The request's time was over before it was done; a part of its answer is not an answer."""
+    """The request's timeout passed first; its partial result cannot serve as an answer."""
 
     code = "timeout"
 
 
 class Refused(EngineError):
-    """The request was not taken; nothing of it was done."""
+    """The request was not accepted, and none of it was done."""
 
     code = "refused"
 
 
 class QueueFull(Refused):
-    """The waiting queue is at its bound; `retry_after` seconds from now there may be room."""
+    """The request queue is full; there may be room after `retry_after` seconds."""
 
     code = "queue_full"
 
 
 class ShareFull(QueueFull):
-    """The queue has room, but not for more of this owner: others are to find some."""
+    """This owner has used up its share of the queue; the places left are for other owners."""
 
     code = "share_full"
 
 
 class ReloadUnderWay(Refused):
-    """A model is being loaded to take the present one's place; one at a time."""
+    """Another model reload is running; only one may at a time."""
 
     code = "reload_under_way"
 
 
 class Draining(Refused):
-    """The server finishes what it has and takes nothing new."""
+    """The server is shutting down: it finishes running requests and accepts no new ones."""
 
     code = "draining"
 
@@ -183,8 +192,10 @@ class EngineDead(EngineUnavailable):
 
 
 class StepFailed(EngineUnavailable):
-    """A step of the engine raised, and the requests that took part in it have failed; or the
-    model gave logits that are not finite for this one."""
+    """A step raised, or the model's logits for this request were not finite.
+
+    When a step raises, all requests that took part in it fail.
+    """
 
     code = "step_failed"
 

@@ -1,1 +1,1 @@
-"""What crosses the process boundary, as plain data: requests, events, limits and their checks."""
+"""Messages between API processes and engines: requests, events, limits and their validation."""

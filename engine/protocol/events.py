@@ -1,8 +1,8 @@
-"""What the engine sends to API processes: the events of its steps, and what it says of itself.
+"""Messages from the engine to API processes: events of its rounds, and load and model info.
 
-Plain data, encoded by msgspec, as in requests.py. An API process is told `Ready` or `LoadFailed`
-once, a `Pong` for each `Ping`, a `StateReply` for each `StateCall`, and one `StepEvents` for each
-round in which it has a part.
+Plain data, encoded by msgspec, as in requests.py. An API process gets one `Ready` or `LoadFailed`,
+a `Pong` for each `Ping`, a `StateReply` for each `StateCall`, and one `StepEvents` for each round
+that concerns its requests.
 """
 
 from __future__ import annotations
@@ -19,52 +19,55 @@ from engine.protocol.token_ids import unpack_ids
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of a run of prompt tokens; runs arrive in order and without gaps."""
+    """Log-probabilities of consecutive prompt tokens; runs come in order, without gaps."""
 
     request: int
-    start: int  # index in the prompt of the first token of this run
+    start: int  # index in the prompt of this run's first token
     reports: PackedLogprobs
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a request's time in the engine went, in seconds; None for what it did not come to."""
+    """The time that a request spent in each stage of the engine, in seconds.
 
-    queue: float = 0.0  # from arrival until its first step, or until it ended without one
-    prefill: float | None = None  # from its first step until its prompt was read
-    decode: float | None = None  # from its first token until its last
+    None marks a stage that the request did not reach.
+    """
+
+    queue: float = 0.0  # from arrival to its first step, or to its end if it had none
+    prefill: float | None = None  # from its first step until its whole prompt was read
+    decode: float | None = None  # from its first token to its last
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The one terminal event of a request that was served (also in part)."""
+    """The terminal event of a request that was served, completely or in part."""
 
     request: int
     reason: FinishReason
     prompt_tokens: int
-    cached_tokens: int  # how many of them were not read again
+    cached_tokens: int  # prompt tokens that a cached state covered
     completion_tokens: int
     timing: Timing = Timing()
-    answer: bytes = b""  # its tokens, packed (pack_ids), when the request was not streamed
-    reports: PackedLogprobs | None = None  # likewise, where asked for
-    state: StateInfo | None = None  # as it was kept
-    snapshot: bytes = b""  # as a file, where asked for
+    answer: bytes = b""  # packed tokens (pack_ids) of a request that was not streamed
+    reports: PackedLogprobs | None = None  # log-probabilities of `answer`, if requested
+    state: StateInfo | None = None  # the state that was kept, if one was
+    snapshot: bytes = b""  # the kept state as a file, if requested
 
     @property
     def tokens(self) -> list[int]:
-        """The answer's, when the request was not streamed."""
+        """The generated token ids of a request that was not streamed."""
         return unpack_ids(self.answer).tolist()
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """Of these tokens, where asked for."""
+        """The log-probabilities of `tokens`; empty if they were not requested."""
         return [] if self.reports is None else self.reports.unpack()
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next `length` tokens of each of `requests`, which several decode steps brought at once,
-    or one of them with its log-probabilities.
+    """`length` new tokens for each of `requests`, packed.
 
-    `tokens` holds them packed (`pack_ids`), one request's after the other's; so does `reports`,
-    where the requests asked for log-probabilities.
+    Used when several decode steps finished at once, or when a request wants log-probabilities.
+    `tokens` holds the ids packed (`pack_ids`), request by request. `reports` holds their
+    log-probabilities in the same order, if the requests asked for them.
     """
 
     requests: list[int]
@@ -74,37 +77,37 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """One round of the engine and its load after it; feeds the metrics."""
+    """Counters of one round and the engine's load after it, from which metrics are made."""
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of the waiting requests
-    pace: float = 0.0  # mean seconds from one request's leaving the queue to the next's; 0: unknown
+    pace: float = 0.0  # mean seconds between two requests leaving the queue; 0: unknown
     slots_used: int = 0
     slots_total: int = 0
-    state_bytes: int = 0  # held in device memory by sequences, cached and kept states
-    host_state_bytes: int = 0  # of cached and kept states in main memory
-    disk_state_bytes: int = 0  # of kept states on disk
-    states: int = 0  # kept under an id
-    batch_size: int = 0  # sequences in the round
-    prefill_tokens: int = 0  # prompt tokens read in the round
-    decode_tokens: int = 0  # tokens generated in the round
+    state_bytes: int = 0  # device memory of running sequences, cached and kept states
+    host_state_bytes: int = 0  # host memory of cached and kept states
+    disk_state_bytes: int = 0  # disk space of kept states
+    states: int = 0  # kept states (named by an id)
+    batch_size: int = 0  # sequences in this round
+    prefill_tokens: int = 0  # prompt tokens read in this round
+    decode_tokens: int = 0  # tokens generated in this round
     prefill_seconds: float = 0.0
-    decode_steps: int = 0  # a round may take several, or none
-    decode_seconds: float = 0.0  # of one of them
-    prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in the round
-    prefix_hits_tokens: int = 0  # those of them that a cached state already covered
-    # Requests admitted in the round by what the cache had for them: hits, and misses by reason:
-    # "new" (nothing of it was known), "unaligned" (known, but not at a place where bits would stay
-    # the same), "unheld" (known, but nothing is held there), "short" (of one token, or all of it is
-    # to be scored).
+    decode_steps: int = 0  # decode steps in this round; may be 0 or several
+    decode_seconds: float = 0.0  # mean duration of one decode step
+    prefix_queries_tokens: int = 0  # prompt tokens of the requests admitted in this round
+    prefix_hits_tokens: int = 0  # prompt tokens that a cached state covered
+    # Requests admitted in this round: prefix cache hits, and misses by reason. "new": no prefix was
+    # seen before. "unaligned": a prefix was seen, but not at a position from which results stay
+    # bitwise equal. "unheld": a prefix was seen, but its state is not cached (any more). "short":
+    # the prompt has one token, or all of it is to be scored.
     prefix_hits: int = 0
     prefix_misses: dict[str, int] = {}
-    evictions: dict[str, int] = {}  # states that left a tier in the round, by the tier
-    store_errors: int = 0  # files of kept states that could not be written or removed meanwhile
+    evictions: dict[str, int] = {}  # states evicted from each tier in this round
+    store_errors: int = 0  # state files that could not be written or removed
 
     def load(self) -> Stats:
-        """The load alone, for those who had no part in the round."""
+        """Return a copy with the load only, for a process that had no part in the round."""
         return Stats(
             running=self.running,
             waiting=self.waiting,
@@ -120,22 +123,26 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All that one round has to say to one API process. `requests`, `tokens` run in parallel: of
-    those who asked for no log-probabilities. A request's tokens in `runs` come after those in
-    `tokens`."""
+    """Everything that one round reports to one API process.
+
+    `requests` and `tokens` are parallel: one token of each request that wants no log-probabilities.
+    A request's tokens in `runs` come after its token in `tokens`.
+    """
 
     requests: list[int] = []
     tokens: list[int] = []
     runs: list[Run] = []
-    started: list[int] = []  # requests that have left the queue for a slot
+    started: list[int] = []  # requests that were admitted: they left the queue for a slot
     scores: list[Scores] = []
     finished: list[Finished] = []
     failed: list[Failed] = []
     stats: Stats = Stats()
 
     def in_runs(self) -> Iterator[tuple[int, list[int], list[TokenLogprobs]]]:
-        """Every request of `runs` with its tokens and, where it asked for them, their
-        log-probabilities, in order."""
+        """Yield (request id, token ids, log-probabilities) of every request in `runs`, in order.
+
+        The log-probabilities are empty for requests that did not ask for them.
+        """
         for run in self.runs:
             ids, length = unpack_ids(run.tokens).tolist(), run.length
             logprobs = [] if run.reports is None else run.reports.unpack()
@@ -145,46 +152,47 @@ class StepEvents(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API processes need to know of the loaded model."""
+    """The facts about the loaded model that API processes need."""
 
     name: str
-    folder: str  # where tokenizer.json lies
-    fingerprint: str  # of the weights and the config
+    folder: str  # contains tokenizer.json
+    fingerprint: str  # hash of the weights and the config
     cell: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # each of them ends a text
     parameters: int
-    state_bytes: int  # of one sequence: fp32, cell and conv
+    state_bytes: int  # size of one sequence's fp32 state, recurrent and convolution part
     slots: int
-    device: str  # "cpu", "cuda:0"
+    device: str  # e.g. "cpu" or "cuda:0"
     device_name: str
     dtype: str
-    quantization: str | None = None  # of the matrices
-    deterministic: bool = False  # a sequence's logits do not depend on its company
-    cell_shape: tuple[int, int] = (0, 0)  # of a state: layers, inner
-    conv_shape: tuple[int, int, int] | None = None  # layers, taps - 1, d_model; None without any
+    quantization: str | None = None  # format of the weight matrices; None: not quantized
+    deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
+    cell_shape: tuple[int, int] = (0, 0)  # of one state: (layers, inner width)
+    # (layers, taps - 1, d_model); None: no convolution
+    conv_shape: tuple[int, int, int] | None = None
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first of those that end a text; None where there is none."""
+        """The first end-of-text id; None if the model has none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded and warm."""
+    """The model is loaded and warmed up."""
 
     info: ModelInfo
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """The model cannot be loaded; the worker ends. `code` and `message` as in `Failed`."""
+    """The model cannot be loaded, and the worker ends; `code` and `message` as in `Failed`."""
 
     code: str
     message: str
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a `Ping`."""
+    """The answer to the `Ping` with the same nonce."""
 
     nonce: int
 

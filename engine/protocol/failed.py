@@ -1,4 +1,4 @@
-"""Failed: an engine error as it crosses the process boundary."""
+"""Failed: the event that carries an engine error across the process boundary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.errors import BY_CODE, EngineError
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The one terminal event of a request that was not served."""
+    """The terminal event of a request that was not served."""
 
     request: int
     code: str  # EngineError.code
@@ -18,10 +18,10 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, request: int, error: EngineError) -> Failed:
-        """The event of `error`, by which the request or state call `request` ended."""
+        """Return the event that ends request or state call `request` with `error`."""
         return cls(request, error.code, error.message, error.param, error.retry_after)
 
     def error(self) -> EngineError:
-        """The exception again; an unknown code gives `EngineError`."""
+        """Return the exception again; an unknown code gives a plain `EngineError`."""
         kind = BY_CODE.get(self.code, EngineError)
         return kind(self.message, param=self.param, retry_after=self.retry_after)

@@ -1,8 +1,6 @@
-"""PackedLogprobs: log-probabilities of tokens, packed as the device gives them until somebody reads
-them.
+"""PackedLogprobs: token log-probabilities, kept in the device's format until they are read.
 
-A round may bring those of thousands of tokens, and an object of each would cost the engine more
-than the round does.
+A round may produce thousands of them. One Python object each would take longer than the round.
 """
 
 from __future__ import annotations
@@ -12,52 +10,52 @@ from typing import NamedTuple
 
 import msgspec
 
-MOST_TOP = 20  # best tokens that the device reports beside a token
-WORDS = 2  # int32, of a token and of each of the best tokens beside it
+MOST_TOP = 20  # the most top tokens that the device reports with a token
+WORDS = 2  # int32 words for the token itself and for each top token
 WORD_BYTES = 4
 
-_NO_IDS: list[int] = []  # nobody changes what was unpacked, so all may share them
+_NO_IDS: list[int] = []  # shared by all results, which nobody modifies
 _NO_VALUES: list[float] = []
 
 
 def words_of_report(top: int) -> int:
-    """Words of a token's report with so many best tokens."""
+    """Return the int32 words in one token's report with `top` top tokens."""
     return WORDS * (1 + top)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural log-probabilities of one token, from the log-softmax of the raw fp32 logits."""
+    """Natural log-probabilities of one token, by log-softmax of the raw fp32 logits."""
 
-    logprob: float  # of the token that was drawn or scored
-    top_ids: list[int] = []  # the k best, best first
-    top_logprobs: list[float] = []
-    is_greedy: bool = False  # the token is the most likely one
+    logprob: float  # of the sampled or scored token
+    top_ids: list[int] = []  # the k most likely tokens, best first
+    top_logprobs: list[float] = []  # log-probabilities of `top_ids`
+    is_greedy: bool = False  # whether the token is the most likely one
 
 
 class LogprobColumns(NamedTuple):
-    """Reports as lists."""
+    """Reports of several tokens, as one list per field."""
 
     chosen: list[float]
     is_greedy: list[int]
-    ids: list[int]  # of the best, `PackedLogprobs.top` for each token
-    values: list[float]  # their log-probabilities
+    ids: list[int]  # top token ids, `PackedLogprobs.top` for each token
+    values: list[float]  # log-probabilities of `ids`
 
 
 class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of some tokens, packed as the device reports them."""
+    """Reports of several tokens, packed as the device writes them."""
 
-    top: int  # how many best tokens each has
-    packed: bytes  # int32 words, as engine/ops/logprobs.py says
+    top: int  # number of top tokens in each report
+    packed: bytes  # int32 words, laid out as in engine/ops/logprobs.py
 
     def part(self, begin: int, end: int) -> PackedLogprobs:
-        """Of tokens `begin` to `end`."""
+        """Return the reports of tokens `begin` to `end` (exclusive)."""
         width = WORD_BYTES * words_of_report(self.top)
         return PackedLogprobs(self.top, self.packed[begin * width : end * width])
 
     def columns(self) -> LogprobColumns:
-        """Of all tokens, one after the other."""
+        """Unpack all reports into lists, one per field."""
         words, floats = array("i", self.packed), array("f", self.packed)
-        every = 1 + self.top  # pairs of words: a token's own, then one for each of the best
+        every = 1 + self.top  # word pairs per report: the token's own, then one for each top token
         chosen, is_greedy = floats[:: WORDS * every].tolist(), words[1 :: WORDS * every].tolist()
         if not self.top:
             return LogprobColumns(chosen, is_greedy, [], [])
@@ -66,7 +64,7 @@ class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return LogprobColumns(chosen, is_greedy, ids, values)
 
     def unpack(self) -> list[TokenLogprobs]:
-        """Of each token."""
+        """Unpack all reports into one object per token."""
         chosen, is_greedy, ids, values = self.columns()
         if not self.top:
             pairs = zip(chosen, is_greedy, strict=True)

@@ -1,7 +1,7 @@
 """StatePlacement: which of a server's engines keeps a state.
 
-An id says so itself, whoever chose it, so that whoever has a request for it needs no table. The
-name of the state's file says the same, so that files can be told apart without being opened.
+The placement follows from the owner and the state id alone, so no routing table is needed. The name
+of the state's file contains the same digest, so files can be assigned without opening them.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import json
 import secrets
 
 DIGEST_BYTES = 24
-DIGEST_CHARACTERS = 2 * DIGEST_BYTES  # hexadecimal
-HOME_CHARACTERS = 8  # of these, that tell the home
+DIGEST_CHARACTERS = 2 * DIGEST_BYTES  # in hexadecimal
+HOME_CHARACTERS = 8  # leading digest characters that decide which engine keeps a state
 
 
 def digest_of(*parts: str) -> str:
-    """What tells apart whatever these parts tell apart, hexadecimal, of one length."""
+    """Return a hexadecimal digest of `parts`, of fixed length, unique for practical purposes."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def home_of_digest(digest: str, engines: int) -> int:
-    """The rank, among so many engines, of the one that keeps what has this digest."""
+    """Return the rank, among `engines`, of the engine that keeps the state with this digest."""
     return int(digest[:HOME_CHARACTERS], 16) % engines
 
 
 def engine_of_state(owner: str, id: str, engines: int) -> int:
-    """The rank, among so many engines, of the one that keeps the owner's state of this id."""
+    """Return the rank, among `engines`, of the engine that keeps this owner's state `id`."""
     return home_of_digest(digest_of(owner, id), engines) if engines > 1 else 0
 
 
 class StatePlacement:
-    """Of the engine of this rank."""
+    """The placement of states, as seen by the engine of rank `rank`."""
 
     def __init__(self, rank: int = 0, engines: int = 1) -> None:
         self.rank = rank
         self.engines = engines
 
     def new_id(self, owner: str) -> str:
-        """An id that was never used, of a state that is kept here."""
-        while True:  # one in `engines` is
+        """Return a new random state id that this engine keeps."""
+        while True:  # on average one of `engines` ids belongs here
             id = f"st_{secrets.token_hex(16)}"
             if engine_of_state(owner, id, self.engines) == self.rank:
                 return id

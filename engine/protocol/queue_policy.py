@@ -1,8 +1,8 @@
-"""The admission policy: how much of a bounded queue one owner may hold, and who waits in it.
+"""The admission policy: how much of the bounded request queue one owner may occupy.
 
-Both sides of the process boundary follow it. The engine counts all requests that have no slot yet
-(`QueueCounts`), an API process its own, as far as the engine has told (`Queued`). The engine's word
-is the last one. A place may be one request, one prompt token or one row of cached state.
+Both sides of the process boundary apply it. The engine counts all requests that have no slot yet
+(`QueueCounts`). An API process counts its own, as far as the engine has reported (`Queued`). The
+engine decides. A place may be one request, one prompt token or one row of cached state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from engine.errors import QueueFull, ShareFull
 
-QUEUE_PART = 3  # an owner may hold so many times what its request would leave free
+QUEUE_PART = 3  # an owner may hold this many times what its request would leave free
 
 
 def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
@@ -53,25 +53,25 @@ def refusal(*, taken: int, own: int, more: int, most: int, owner: str) -> type[Q
 
 
 class QueueCounts:
-    """Counts requests and their prompt tokens."""
+    """Counts waiting requests and their prompt tokens, in total and by owner."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, list[int]] = {}  # requests, tokens
+        self._owners: dict[str, list[int]] = {}  # [requests, tokens] by owner
         self.requests = 0
         self.tokens = 0
 
     @property
     def owners(self) -> int:
-        """How many owners have requests that wait."""
+        """How many owners have waiting requests."""
         return len(self._owners)
 
     def of(self, owner: str) -> tuple[int, int]:
-        """How many requests of an owner wait, and their prompt tokens."""
+        """Return (waiting requests, their prompt tokens) of an owner."""
         requests, tokens = self._owners.get(owner, (0, 0))
         return requests, tokens
 
     def add(self, owner: str, tokens: int) -> None:
-        """One more waits."""
+        """Count one more waiting request."""
         self.requests += 1
         self.tokens += tokens
         own = self._owners.get(owner)
@@ -82,7 +82,7 @@ class QueueCounts:
             own[1] += tokens
 
     def remove(self, owner: str, tokens: int) -> None:
-        """One of them waits no more."""
+        """Count one waiting request less."""
         self.requests -= 1
         self.tokens -= tokens
         own = self._owners[owner]
@@ -93,38 +93,38 @@ class QueueCounts:
 
 
 class Waiters(Protocol):
-    """What is to be known of requests that wait."""
+    """A read-only view of the waiting requests, by owner."""
 
     @property
     def owners(self) -> int:
-        """How many owners have requests that wait."""
+        """How many owners have waiting requests."""
 
     def of(self, owner: str) -> tuple[int, int]:
-        """How many requests of an owner wait, and their prompt tokens."""
+        """Return (waiting requests, their prompt tokens) of an owner."""
 
 
 class WaitersOfAll:
-    """Those of several engines together."""
+    """The waiting requests of several engines together."""
 
     def __init__(self, parts: Sequence[Waiters]) -> None:
         self._parts = parts
 
     @property
     def owners(self) -> int:
-        """Of the engine where there are the most: most have requests everywhere."""
+        """The largest number of owners at any engine, since most owners wait at all of them."""
         return max(part.owners for part in self._parts)
 
     def of(self, owner: str) -> tuple[int, int]:
-        """How many requests of an owner wait, and their prompt tokens."""
+        """Return (waiting requests, their prompt tokens) of an owner, over all engines."""
         requests, tokens = zip(*(part.of(owner) for part in self._parts), strict=True)
         return sum(requests), sum(tokens)
 
 
 class Queued:
-    """Counts requests that are known by a number, and may be told of twice."""
+    """Counts waiting requests by their number; reporting the same change twice is harmless."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[str, int]] = {}  # the owner, prompt tokens
+        self._requests: dict[int, tuple[str, int]] = {}  # (owner, prompt tokens) by request number
         self._counts = QueueCounts()
 
     def __len__(self) -> int:
@@ -132,30 +132,30 @@ class Queued:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all of them."""
+        """Prompt tokens of all waiting requests."""
         return self._counts.tokens
 
     @property
     def owners(self) -> int:
-        """How many owners have requests that wait."""
+        """How many owners have waiting requests."""
         return self._counts.owners
 
     def of(self, owner: str) -> tuple[int, int]:
-        """How many requests of an owner wait, and their prompt tokens."""
+        """Return (waiting requests, their prompt tokens) of an owner."""
         return self._counts.of(owner)
 
     def add(self, number: int, owner: str, tokens: int) -> None:
-        """A request that is not known yet waits."""
+        """Count a new request that waits."""
         self._requests[number] = owner, tokens
         self._counts.add(owner, tokens)
 
     def discard(self, number: int) -> None:
-        """A request has a slot, or has ended; that may be known already."""
+        """Stop counting a request that got a slot or has ended; unknown numbers are ignored."""
         found = self._requests.pop(number, None)
         if found is not None:
             self._counts.remove(*found)
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Forget all requests."""
         self._requests.clear()
         self._counts = QueueCounts()

@@ -1,10 +1,10 @@
-"""What API processes send to the engine: requests, aborts and notices.
+"""Messages from API processes to the engine: requests, aborts, pings and shutdown.
 
-Plain data, encoded by msgspec. What there is much of is not tracked by the garbage collector
-(`gc=False`), which is safe because plain data has no cycles.
+Plain data, encoded by msgspec. Types with many instances are not tracked by the garbage collector
+(`gc=False`), which is safe because they contain no cycles.
 
-Every `Request` ends in exactly one `Finished` or `Failed` (events.py), and every `StateCall` has
-one `StateReply` (state_calls.py).
+Every `Request` ends in exactly one `Finished` or `Failed` (events.py). Every `StateCall` gets one
+`StateReply` (state_calls.py).
 """
 
 from __future__ import annotations
@@ -18,88 +18,88 @@ from engine.protocol.state_calls import StateCall
 from engine.protocol.token_ids import ID_BYTES
 
 FinishReason = Literal["stop", "length", "abort", "timeout"]
-LEAST_PRIORITY, MOST_PRIORITY = -100, 100  # the most and the least urgent
+LEAST_PRIORITY, MOST_PRIORITY = -100, 100  # the most urgent priority, the least urgent one
 
 
 class KeepState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """That a request's state is to be kept when it ends: exactly after the last kept token.
+    """Asks the engine to keep a request's state when it ends, exactly after the last kept token.
 
-    Those are the prompt and the answer's delivered tokens, less what an `Abort` says is cut off. A
-    request that fails, or whose client has left (finish_reason "abort"), keeps nothing: what was
-    kept under the id before stays as it was.
+    The kept tokens are the prompt and the delivered part of the answer, less what an `Abort` cuts
+    off. A request that fails, or whose client has left (finish_reason "abort"), keeps nothing, and
+    a state that was kept under the id before stays unchanged.
     """
 
-    id: str = ""  # under which it is kept, in place of what was there; "": a new id of the engine's
-    ttl: float | None = None  # seconds after its last use; None: the engine's own
-    export: bool = False  # Finished.snapshot holds it as a file
-    store: bool = True  # False: it is not kept by the engine, only exported
-    must_last: bool = False  # it fails (StateNotStored) where there is a folder and no file of it
-    brief: bool = False  # it need not last: the folder is not waited for, and memory will do
+    id: str = ""  # the id to keep it under, replacing a state there; "": a new id
+    # seconds after its last use until it expires; None: the engine's default
+    ttl: float | None = None
+    export: bool = False  # return the state as a file, in Finished.snapshot
+    store: bool = True  # False: only export the state, do not keep it
+    must_last: bool = False  # fail with StateNotStored if it cannot be written to the state folder
+    brief: bool = False  # keep it in memory without waiting for the state folder; it need not last
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
-    """One prompt and what to do with it. `id` is unique within its client.
+    """One prompt and what to do with it; `id` is unique within its client.
 
     With `sampling.max_tokens == 0` nothing is generated: the request only scores its prompt, or
     reads it into the state that is to be kept.
     """
 
     id: int
-    prompt: bytes  # pack_ids; at least one token, unless it goes on from a state
+    prompt: bytes  # packed by pack_ids; at least one token, unless it continues from a state
     sampling: SamplingParams = SamplingParams()
-    stream: bool = True  # False: tokens are gathered in the engine and come with Finished
+    stream: bool = True  # False: tokens are collected in the engine and sent with Finished
     score: bool = False  # report log-probabilities of prompt tokens
     score_from: int = 1  # index of the first prompt token to score, >= 1
-    score_top: int = 0  # the k best at each scored position
-    # Of a kept state, after which the prompt is read; "": at the beginning of a text.
+    score_top: int = 0  # report this many top tokens at each scored position
+    # Id of the kept state from which the prompt continues; "": start a new text.
     state: str = ""
-    state_optional: bool = False  # where there is no such state, it begins a text
+    state_optional: bool = False  # if there is no such state, start a new text instead of failing
     keep: KeepState | None = None
-    # Prompt lengths at which a state is cached beside those that always are (at the prompt's end,
-    # the answer's end and where the prompt leaves what was read before).
+    # Prompt lengths after which to cache a state. Some are always cached: at the end of the prompt,
+    # at the end of the answer, and where the prompt diverges from what was read before.
     cache_points: tuple[int, ...] = ()
-    cache_salt: str = ""  # cached states serve requests of the same owner and salt
-    # Whose request it is: states serve requests of the same owner alone, and owners have equal
-    # parts in the queue.
+    cache_salt: str = ""  # cached states are shared only among requests of the same owner and salt
+    # The tenant. States are visible only to their owner, and owners get equal shares of the queue.
     owner: str = ""
-    priority: int = 0  # from LEAST_PRIORITY to MOST_PRIORITY; a lower one has a slot earlier
-    timeout: float | None = None  # seconds from arrival; then finish_reason "timeout"
-    run_on: int = 0  # of max_tokens: those that are not meant to be drawn, and not charged ahead
+    priority: int = 0  # LEAST_PRIORITY to MOST_PRIORITY; lower numbers get a slot first
+    timeout: float | None = None  # seconds from arrival; then it ends with finish_reason "timeout"
+    run_on: int = 0  # tokens of max_tokens that are probably not needed; not charged in advance
 
     @property
     def prompt_tokens(self) -> int:
-        """How many token ids the prompt packs."""
+        """The number of token ids in the prompt."""
         return len(self.prompt) // ID_BYTES
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Ends requests early; those already ended or unknown are ignored.
+    """Ends requests early; ids that have ended or are unknown are ignored.
 
     `reason` becomes their finish_reason: "abort" for a client that left, "stop" for a stop string.
     """
 
     ids: list[int]
     reason: FinishReason = "abort"
-    # For requests with `keep`, in parallel to `ids`: how many of the answer's tokens stand in the
-    # text that is kept. Empty: all that were delivered.
+    # For requests with `keep`, parallel to `ids`: how many of the answer's tokens to include in the
+    # kept state. Empty: all that were delivered.
     kept: list[int] = []
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Asks for a `Pong` with the same nonce: the engine's loop is turning."""
+    """Asks for a `Pong` with the same nonce, to show that the engine's loop is running."""
 
     nonce: int
-    quiet: bool = False  # the sender has no use for the load, and is not told it
+    quiet: bool = False  # the sender does not want the load reports
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
-    """A client is no more: what it has in flight is aborted, and it is told nothing."""
+    """A client has left: its requests are aborted, and no more messages are sent to it."""
 
-    client: str | None = None  # the name of another one than the sender; names are not used again
+    client: str | None = None  # name of the client if it is not the sender; names are not reused
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Ends the engine; what is in flight ends as aborted."""
+    """Ends the engine; requests in flight end as aborted."""
 
 
 ToEngine = Request | Abort | StateCall | Ping | Gone | Shutdown

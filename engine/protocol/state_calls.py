@@ -1,4 +1,4 @@
-"""StateCall and StateReply: what an API process asks of the states that the engine keeps."""
+"""StateCall and StateReply: how API processes manage the states that the engine keeps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import msgspec
 
 from engine.protocol.failed import Failed
 
-# What each does: see StateCall.
+# The class StateCall describes each action.
 StateAction = Literal["get", "fork", "move", "delete", "list", "export", "import"]
 Tier = Literal["device", "host", "disk"]
 
 
 class StateCall(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Asks something of the kept states of `owner`; `StateReply` of the same `call` answers.
+    """Manages the kept states of `owner`; a `StateReply` with the same `call` answers it.
 
-    get: the state `id`, which counts as a use of it. fork: the same state under another id,
-    `target` ("": a new one). move: likewise, but then `id` is forgotten, and its place in the quota
-    is the other's. delete: forgets `id`. list: up to `limit` states in order of their
-    ids, from the first after `id` on. export: `id` as a file. import: the file `content` under the
-    id `target` ("": a new one).
+    - get: return the state `id`; counts as a use of it.
+    - fork: keep the same state under another id, `target` ("": a new id) as well.
+    - move: like fork, but forget `id`; the quota is not charged twice.
+    - delete: forget `id`.
+    - list: return up to `limit` states in order of id, starting after `id`.
+    - export: return state `id` as a file.
+    - import: keep the file `content` under the id `target` ("": a new id).
 
-    Where there is a folder of states, what fork, move and import keep is there before they are
-    answered, or they fail (StateNotStored) and nothing has changed; where the error says so (a disk
-    that hangs, or a folder that cannot be synced) it is kept, or may be yet. What delete could not
-    remove is there still.
+    With a state folder, the results of fork, move and import are on disk before the reply.
+    Otherwise they fail with StateNotStored and nothing has changed, unless the error says that the
+    state is kept or may yet be (a disk that hangs, a folder that cannot be synced). States that
+    delete could not remove still exist.
     """
 
     call: int
@@ -35,33 +37,35 @@ class StateCall(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     target: str = ""
     content: bytes = b""
     limit: int = 100
-    ttl: float | None = None  # of what fork, move and import keep; None: the engine's own
-    brief: bool = False  # it need not last: the folder is not waited for, and memory will do
+    ttl: float | None = None  # lifetime for fork, move and import; None: the engine's default
+    brief: bool = False  # keep it in memory without waiting for the state folder; it need not last
 
 
 class StateInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One kept state. Times are seconds since the epoch."""
+    """One kept state; times are in seconds since the epoch."""
 
     id: str
     owner: str
-    tokens: int  # that it stands after
-    bytes: int  # of the state, wherever it lies
+    tokens: int  # number of tokens that the state has read
+    bytes: int  # size of the state
     tier: Tier
-    fingerprint: str  # of the model that it belongs to
+    fingerprint: str  # of the model that made it
     created: float
     expires: float  # unless it is used before
-    recent: list[int] = []  # the last tokens, up to four, whose text may end within a character
-    busy: bool = False  # a request is under way that will take its place
-    # It lies in the folder of states, where a restart finds it; None: there is no such folder.
+    recent: list[int] = []  # the last tokens, up to four, in case the text ends within a character
+    busy: bool = False  # a running request is going to replace it
+    # Whether it is in the state folder and survives a restart; None: there is no such folder.
     stored: bool | None = None
 
 
 class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The one answer to an `StateCall`; where `failed` is set, nothing was done (its `request` is
-    the call)."""
+    """The answer to a `StateCall`; if `failed` is set, nothing was done.
+
+    `failed.request` is the call's number.
+    """
 
     call: int
     failed: Failed | None = None
-    states: list[StateInfo] = []  # one, but for delete (none) and list
-    content: bytes = b""  # of export
-    more: bool = False  # of list: there are states after these
+    states: list[StateInfo] = []  # one state; none for delete, several for list
+    content: bytes = b""  # the file, for export
+    more: bool = False  # for list: more states follow

@@ -1,7 +1,7 @@
-"""What the engine will not run: the last check of a request, whoever sent it.
+"""The engine's validation of requests, whoever sent them.
 
-Types have been checked by decoding. A value that would index outside a tensor or turn logits into
-NaN must not reach a step, where it would cost every other sequence its life.
+Decoding has checked the types already. A value that would index outside a tensor or turn logits
+into NaN must not reach a step, because it would fail every other sequence in the batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from engine.protocol.token_ids import ID_BYTES, unpack_ids
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**63 - 1
-MOST_GRAMMAR = 2**20  # characters
-MOST_MARKS = 64  # cache_points; each costs a step and a copy of a row
+MOST_GRAMMAR = 2**20  # characters in a grammar
+MOST_MARKS = 64  # entries in cache_points; each costs a step and a copy of a state
 MOST_SALT_BYTES = 64
-FEW_TOKENS = 64  # that are looked at one by one: an array takes a few microseconds to make
+FEW_TOKENS = 64  # for up to this many tokens plain Python is faster than making an array
 
 
 def check_request(request: Request, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-    """Raises InvalidRequest, which names the parameter and says what is allowed."""
+    """Check every field of a request.
+
+    Raises InvalidRequest, which names the parameter and says what is allowed.
+    """
     if len(request.prompt) % ID_BYTES:
         raise InvalidRequest(
             f"prompt has {len(request.prompt)} bytes; allowed: packed int32 token ids",
@@ -74,7 +77,7 @@ def _check_keep(keep: KeepState) -> None:
     if keep.ttl is not None:
         check_ttl("keep", keep.ttl)
     if not (keep.store or keep.export):
-        raise InvalidRequest("keep asks for nothing; allowed: store, export or both", param="keep")
+        raise InvalidRequest("keep asks for nothing; set store, export or both", param="keep")
 
 
 def _check_points(points: tuple[int, ...], length: int) -> None:
@@ -88,22 +91,24 @@ def _check_points(points: tuple[int, ...], length: int) -> None:
 
 
 def check_ttl(param: str, seconds: float) -> None:
-    """Raises InvalidRequest."""
+    """Check a lifetime in seconds; raises InvalidRequest that names `param`."""
     _check_number(param, seconds, above=0.0, most=MOST_TTL)
 
 
 def _check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> None:
-    """What is as it is by default, which most is, is right. A check is a call only where it fails,
-    or for what few requests name."""
+    """Check the sampling parameters; default values, the common case, are skipped quickly.
+
+    To save time, a check function is called only for values that fail or that few requests set.
+    """
     if not 0 <= params.max_tokens <= INT32_MAX:
         _check_range("max_tokens", params.max_tokens, 0, INT32_MAX)
     if params.min_tokens:
         _check_range("min_tokens", params.min_tokens, 0, params.max_tokens)
         if len(endings(params, eos_token_ids)) >= vocab_size:
             raise InvalidRequest(
-                "min_tokens cannot be met: each token of the model is a stop id",
+                "min_tokens cannot be met: every token of the vocabulary ends the answer",
                 param="min_tokens",
             )
     if params.top_k:
