@@ -1,1 +1,1 @@
-"""The API process's side of engines: transports, request streams, routing over engines."""
+"""The API process's side of engines: transports, request streams and routing over engines."""

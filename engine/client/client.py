@@ -1,7 +1,7 @@
-"""EngineClient: how the service talks to an engine, on one asyncio event loop.
+"""EngineClient: an API process's connection to one engine, on one asyncio event loop.
 
-`submit` gives a RequestStream, from which the request's tokens are read. When the engine dies every
-RequestStream raises EngineDead.
+`submit` returns a RequestStream, from which the request's tokens are read. When the engine dies,
+every RequestStream raises EngineDead.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ from engine.protocol.state_calls import StateAction, StateCall, StateReply
 
 log = logging.getLogger(__name__)
 
-# What of the engine's messages is handled at most before others on the event loop get a turn.
+# Bounds on the engine messages handled before other tasks on the event loop get a turn.
 TURN_MESSAGES = 64
 TURN_SECONDS = 0.004
 
 
 class EngineClient:
-    """One engine, seen from an API process, which sends its requests through an EngineRouter.
+    """One engine as seen by an API process, which sends its requests through an EngineRouter.
 
     All methods are called on one event loop: `start` first, `close` last.
     """
 
     def __init__(self, transport: Transport, quiet: bool = False) -> None:
-        """Starts nothing yet.
+        """Create the client without starting anything.
 
         Args:
-            transport: the way to the engine; this client's alone.
-            quiet: it makes no requests, so the engine need not tell it the load of others.
+            transport: the connection to the engine; owned by this client.
+            quiet: this client submits no requests, so the engine need not report its load to it.
         """
         self._transport = transport
         self._quiet = quiet
         self._info: ModelInfo | None = None
         self._state: State = "loading"
         self._stats = Stats()
-        self.event_messages = 0  # that have come
+        self.event_messages = 0  # number of StepEvents received
         self._others = 0  # requests of other processes, as of the latest stats
-        self._others_tokens = 0  # prompt tokens of those of them that wait
+        self._others_tokens = 0  # prompt tokens of other processes' waiting requests
         self._nonces = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
-        self.queued = Queued()  # those of them that have no slot yet
+        self.queued = Queued()  # requests of this client that have no slot yet
         self._flush_timer = FlushTimer()
         self._pings: dict[int, asyncio.Future[None]] = {}
         self._state_calls: dict[int, asyncio.Future[StateReply]] = {}
         self._listeners: list[Callable[[StepEvents], None]] = []
-        self._settled = asyncio.Event()  # loaded, or known that it never will be
+        self._settled = asyncio.Event()  # the model is loaded, or is known to have failed
         self._dead = asyncio.Event()
         self._death: EngineError | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -79,7 +79,7 @@ class EngineClient:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Of the model, once it is loaded."""
+        """The loaded model's info; None while it is loading."""
         return self._info
 
     @property
@@ -88,38 +88,36 @@ class EngineClient:
 
     @property
     def death(self) -> EngineError | None:
-        """Why the engine has ended, once it has."""
+        """Why the engine has ended; None while it runs."""
         return self._death
 
     @property
     def stats(self) -> Stats:
-        """Of the latest step in which this process had a part; the load in them is at most a
-        tenth of a second old."""
+        """Stats of the latest round that concerned this process; the load is at most 0.1 s old."""
         return self._stats
 
-    @property
+    @property  # How many requests run at once; 0 before the model is loaded.
     def slots(self) -> int:
         """How many requests run at once, once the model is loaded."""
         return 0 if self._info is None else self._info.slots
 
     @property
     def pace(self) -> float:
-        """Mean seconds from one request's leaving the queue to the next's; 0: unknown."""
+        """Mean seconds between two requests leaving the queue; 0: unknown."""
         return self._stats.pace
 
     @property
     def in_flight(self) -> int:
-        """Requests that the engine holds: this process's own, and other processes' as of the
-        latest stats."""
+        """Requests that the engine holds: this process's, and others' as of the latest stats."""
         return len(self._streams) + self._others
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for a slot; counted as `in_flight`."""
+        """Prompt tokens of waiting requests: this process's, and others' as of the latest stats."""
         return self.queued.tokens + self._others_tokens
 
     async def start(self) -> None:
-        """Starts the engine; it loads its model in the background. Raises EngineDead."""
+        """Start the engine, which then loads its model in the background. Raises EngineDead."""
         try:
             await self._transport.start()
         except EngineDead as error:
@@ -128,16 +126,16 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read())
 
     async def ready(self, timeout: float | None = None) -> ModelInfo:
-        """Waits until the model is loaded; what is known of it.
+        """Wait until the model is loaded and return its info.
 
         Args:
-            timeout: seconds; None: without end.
+            timeout: seconds; None: no limit.
 
         Raises:
             EngineLoading: `timeout` seconds have passed.
             EngineDead: the engine has ended.
-            EngineError: a CheckpointError, DeviceError or ConfigError where the model cannot be
-                loaded.
+            EngineError: a CheckpointError, DeviceError or ConfigError if the model cannot be
+            loaded.
         """
         try:
             await asyncio.wait_for(self._settled.wait(), timeout)
@@ -149,19 +147,19 @@ class EngineClient:
         return self._info
 
     async def wait_dead(self) -> None:
-        """Returns when the engine has ended, for whatever reason."""
+        """Wait until the engine has ended, for whatever reason."""
         await self._dead.wait()
 
     def submit(
         self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
     ) -> RequestStream:
-        """Sends a request, as EngineBackend.submit.
+        """Send a request; see EngineBackend.submit.
 
         Raises:
             EngineLoading: the model is not loaded yet.
             EngineDead: the engine has ended.
             InvalidRequest: the request cannot be encoded.
-            ValueError: a request of this id is in flight.
+            ValueError: a request with this id is in flight.
         """
         if self._death is not None:
             raise _again(self._death)
@@ -179,20 +177,20 @@ class EngineClient:
         return stream
 
     def has(self, request_id: int) -> bool:
-        """Whether this request is in flight."""
+        """Return whether this request is in flight."""
         return request_id in self._streams
 
     def abort(
         self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
     ) -> None:
-        """As EngineBackend.abort."""
+        """End requests early; see EngineBackend.abort."""
         mine = [request_id for request_id in ids if request_id in self._streams]
         if mine:
             with contextlib.suppress(EngineDead):
                 self._transport.send(Abort(mine, reason, list(kept)))
 
     def give_up(self, request_id: int, error: EngineError) -> None:
-        """As EngineBackend.give_up."""
+        """Abort a request and fail its stream; see EngineBackend.give_up."""
         self.abort([request_id])
         if (stream := self._streams.pop(request_id, None)) is not None:
             self.queued.discard(request_id)
@@ -205,7 +203,10 @@ class EngineClient:
         timeout: float,
         **fields: Any,
     ) -> StateReply:
-        """The reply to a StateCall, as EngineBackend.ask_state; `owner` is one of `fields`."""
+        """Send a StateCall and return its reply; see EngineBackend.ask_state.
+
+        `fields` are the fields of StateCall, among them `owner`.
+        """
         if self._death is not None:
             raise _again(self._death)
         if self._state == "loading":
@@ -224,15 +225,17 @@ class EngineClient:
         return reply
 
     def on_step(self, callback: Callable[[StepEvents], None]) -> None:
-        """`callback` is called with every StepEvents from now on, after the streams have it; it
-        must not wait."""
+        """Call `callback` with every StepEvents from now on, after the streams have received it.
+
+        The callback must not block.
+        """
         self._listeners.append(callback)
 
     async def ping(self, timeout: float) -> None:
-        """Returns when the engine has answered.
+        """Wait until the engine has answered a ping.
 
         Raises:
-            EngineUnavailable: it has not within `timeout` seconds.
+            EngineUnavailable: it has not answered within `timeout` seconds.
             EngineDead: it has ended.
         """
         if self._death is not None:
@@ -248,8 +251,7 @@ class EngineClient:
             del self._pings[nonce]
 
     async def close(self) -> None:
-        """Ends the engine; what is unfinished ends as aborted, or fails with EngineDead.
-        Idempotent."""
+        """End the engine; unfinished requests are aborted or fail with EngineDead. Idempotent."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -257,16 +259,16 @@ class EngineClient:
     async def _close(self) -> None:
         await self._transport.close()
         if self._reader is not None:
-            # The engine's last messages are in; the reader comes to its end by itself.
+            # Wait a moment for the reader to handle the engine's last messages and end by itself.
             await asyncio.wait({self._reader}, timeout=1)
             self._reader.cancel()
         self._die(EngineDead("the engine has been closed"))
 
-    # What the engine says.
+    # Handling of the engine's messages.
 
     async def _read(self) -> None:
-        # A transport that has messages gives them without a pause: others on the loop must get
-        # their turn. Between two turns, updates of a request merge.
+        # A busy transport returns messages without ever yielding, so other tasks must be given
+        # turns. Between two turns, the updates of one request are merged.
         messages, seconds = 0, 0.0
         try:
             while True:
@@ -275,8 +277,8 @@ class EngineClient:
                 try:
                     self._handle(message)
                 except Exception:
-                    # One bad callback must not cut off every other request.
-                    log.exception("a message of the engine could not be handled")
+                    # One bad callback must not stop the streams of all other requests.
+                    log.exception("a message from the engine could not be handled")
                 messages += 1
                 seconds += time.perf_counter() - begun
                 if messages >= TURN_MESSAGES or seconds >= TURN_SECONDS:
@@ -285,8 +287,8 @@ class EngineClient:
         except EngineError as error:
             self._die(error)
         except Exception as error:
-            log.exception("the link to the engine is cut")
-            self._die(EngineDead(f"the link to the engine is cut: {error}"))
+            log.exception("the connection to the engine failed")
+            self._die(EngineDead(f"the connection to the engine failed: {error}"))
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -334,14 +336,17 @@ class EngineClient:
             self.queued.discard(failed.request)
             if (stream := streams.pop(failed.request, None)) is not None:
                 stream.fail(failed.error())
-        # What this process has sent may not be in the stats yet, so that this errs towards fewer.
+        # The stats may not include the requests sent last, so these are rather under-estimates.
         self._others = max(0, events.stats.running + events.stats.waiting - len(streams))
         self._others_tokens = max(0, events.stats.waiting_tokens - self.queued.tokens)
         for listener in self._listeners:
             listener(events)
 
     def _die(self, error: EngineError) -> None:
-        """The first error stands: a failed load explains the end of the process after it."""
+        """Fail everything that is in flight; the first error is kept as the cause of death.
+
+        A failed load, for example, explains the end of the process that follows.
+        """
         if self._death is None:
             self._death = error
             self._state = "dead"
@@ -359,5 +364,5 @@ class EngineClient:
 
 
 def _again(error: EngineError) -> EngineDead:
-    """For one more who is to be told; each raises its own."""
+    """Return a new EngineDead with the error's message, since each waiter raises its own."""
     return EngineDead(error.message, retry_after=error.retry_after)

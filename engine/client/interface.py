@@ -1,4 +1,4 @@
-"""EngineBackend: what an API process sends requests to: the engines of one model, as one."""
+"""EngineBackend: the interface to which an API process submits requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ State = Literal["loading", "ready", "dead"]
 
 
 class EngineBackend(ABC):
-    """The engines of one model. All methods are called on one event loop; none but the coroutines
-    waits.
+    """The engines of one model, used as if they were one.
+
+    All methods are called on one event loop; only the coroutines wait.
 
     Attributes:
-        clients: the connected engines by rank, without those that are missing; at least one.
-        by_rank: all engines; None for one that is missing.
+        clients: the connected engines in order of rank, at least one.
+        by_rank: all engines; None for one that is not available.
         queued: this process's requests that have no slot yet, by owner.
-        ready_streams: where inboxes of this backend's streams are told that they have news.
+        ready_streams: collects the inboxes of this backend's streams that have something to read.
     """
 
     clients: Sequence[EngineClient]
@@ -38,7 +39,7 @@ class EngineBackend(ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """ "ready" where any engine is, else "loading" where any may be."""
+        """The common state: "ready" if any engine is, else "loading" if any is, else "dead"."""
 
     @property
     @abstractmethod
@@ -48,121 +49,122 @@ class EngineBackend(ABC):
     @property
     @abstractmethod
     def pace(self) -> float:
-        """Mean seconds from one request's leaving any queue to the next's; 0: unknown."""
+        """Mean seconds between two requests leaving any queue; 0: unknown."""
 
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Requests that the engines hold: this process's own, and others' as of the latest
-        stats."""
+        """Requests that the engines hold: this process's, and others' as of the latest stats."""
 
     @property
     @abstractmethod
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait for a slot; counted as `in_flight`."""
+        """Prompt tokens of waiting requests: this process's, and others' as of the latest stats."""
 
     @abstractmethod
     async def ready(self, timeout: float | None = None) -> ModelInfo:
-        """Waits until an engine has loaded its model.
+        """Wait until an engine has loaded its model, and return the model's info.
 
         Args:
-            timeout: seconds; None: without end.
+            timeout: seconds; None: no limit.
 
         Raises:
             EngineLoading: `timeout` seconds have passed.
             EngineDead: all engines have ended.
-            EngineError: a CheckpointError, DeviceError or ConfigError where the model cannot be
-                loaded.
+            EngineError: a CheckpointError, DeviceError or ConfigError if the model cannot be
+            loaded.
         """
 
     @abstractmethod
     def new_id(self) -> int:
-        """A request id that no request of this process has had."""
+        """Return a request id that is new in this process."""
 
     @abstractmethod
     def submit(
         self, request: Request, interval: int = 1, inbox: StreamInbox | None = None, which: int = 0
     ) -> RequestStream:
-        """Sends a request to one of the engines.
+        """Send a request to one of the engines.
 
         Args:
             request: its id comes from `new_id`.
-            interval: tokens for which the reader of the stream is woken once, see RequestStream.
-            inbox: through which the stream is read; None: by itself.
-            which: the reader's own number for the stream.
+            interval: wake the stream's reader once for this many tokens, see RequestStream.
+            inbox: the inbox through which the stream is read; None: it is read directly.
+            which: a number for the stream, chosen by its reader.
 
         Returns:
-            What has come of it. It raises every refusal but these.
+            The request's stream. It raises all refusals except those below.
 
         Raises:
-            EngineLoading: no engine is loaded, or the one is missing that keeps the request's
-                state.
+            EngineLoading: no engine is loaded, or the engine that keeps the request's state is not
+            available.
             EngineDead: all engines have ended.
             InvalidRequest: the request cannot be encoded.
         """
 
     @abstractmethod
     def client_of(self, request_id: int) -> EngineClient:
-        """The engine that has this request in flight; where none has, any."""
+        """Return the engine that has this request in flight, or any engine if none has."""
 
     @abstractmethod
     def abort(
         self, ids: Iterable[int], reason: FinishReason = "abort", kept: Iterable[int] = ()
     ) -> None:
-        """Ends requests early; their streams still get their `finished`.
+        """End requests early; their streams still get their `finished`.
 
         Args:
-            ids: requests; those that are not in flight are ignored.
+            ids: request ids; those not in flight are ignored.
             reason: becomes their finish_reason.
-            kept: as in Abort, in parallel to `ids`, all of which are then in flight; or nothing.
+            kept: as in Abort: empty, or parallel to `ids`, all of which are then in flight.
         """
 
     @abstractmethod
     def give_up(self, request_id: int, error: EngineError) -> None:
-        """Ends a request, if it is in flight, whose stream then fails with `error` after all that
-        has come."""
+        """Abort a request in flight; its stream fails with `error` after what it has received."""
 
     @abstractmethod
     def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
-        """The error that says that `what` cannot be had without the engines of these ranks (None:
-        all), with the seconds until they may be back."""
+        """Return the error that `what` is not available without the engines of these ranks.
+
+        `ranks` None means all. The error carries the seconds until the engines may be back.
+        """
 
     @abstractmethod
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
-        """Of requests that go on from these named states of the owner, how many one engine gets at
-        most."""
+        """Return the most requests that one engine gets, one for each of these named states."""
 
     @abstractmethod
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
-        """Whether the owner's states of these ids are kept by different engines, so that no one
-        request can go on from one and leave the other."""
+        """Return whether different engines keep the owner's states `id` and `other`.
+
+        If so, no single request can continue from one and replace the other.
+        """
 
     @abstractmethod
     async def ask_state(
         self, action: StateAction, *, timeout: float, owner: str = "", **fields: Any
     ) -> StateReply:
-        """The reply to a StateCall.
+        """Send a StateCall to the engine that keeps the state, and return the reply.
 
         Args:
             action: what to do with named states, see StateCall.
             timeout: seconds to wait for an engine's reply.
-            owner: whose states.
-            fields: the others of StateCall, but `call`.
+            owner: the owner of the states.
+            fields: the other fields of StateCall except `call`.
 
         Raises:
-            StateError: as the engine does: StateNotFound, StateBusy, StateMismatch,
-                StateMalformed, StateQuota, StateNotStored.
+            StateError: raised by the engine: StateNotFound, StateBusy, StateMismatch,
+            StateMalformed, StateQuota or StateNotStored.
             InvalidRequest: a field is wrong.
-            EngineLoading: the engine that is to be asked is missing, or loads its model.
-            EngineDead: it has ended.
-            EngineUnavailable: it has not answered within `timeout`.
+            EngineLoading: the engine in charge is not available, or is loading its model.
+            EngineDead: the engine has ended.
+            EngineUnavailable: the engine has not answered within `timeout`.
         """
 
     @abstractmethod
     async def ping(self, timeout: float) -> None:
-        """Returns when any engine has answered; one that does not is its supervisor's to see to.
+        """Wait until any engine has answered; hanging engines are left to the supervisor.
 
         Raises:
-            EngineUnavailable: none has within `timeout` seconds.
+            EngineUnavailable: none has answered within `timeout` seconds.
             EngineDead: all have ended.
         """

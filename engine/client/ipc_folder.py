@@ -1,7 +1,7 @@
-"""A private folder for one engine's socket, gone with the process that made it.
+"""SocketFolder: a private folder for one engine's socket, removed with the process that made it.
 
-A killed process leaves its folder behind. Whoever makes a folder holds a lock on it while it lives,
-and the next one to start takes away those of its own user that nobody holds.
+A killed process leaves its folder behind. Each process therefore holds a lock on its folder while
+it lives, and a starting process removes the folders of its own user that nobody has locked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST_SOCKET_PATH = 100  # bytes; sockaddr_un holds 108
 
 
 class SocketFolder:
-    """Makes the folder, which only this user may enter. Raises OSError."""
+    """A new folder that only this user may enter. The constructor raises OSError."""
 
     def __init__(self) -> None:
         for parent in {tempfile.gettempdir(), "/tmp"}:
@@ -28,11 +28,11 @@ class SocketFolder:
 
     @property
     def socket(self) -> Path:
-        """Where the socket is to be."""
+        """The path of the engine's socket."""
         return self.path / SOCKET
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the folder and release its lock. Idempotent."""
         if self._lock >= 0:
             _remove(self.path)
             os.close(self._lock)
@@ -40,13 +40,13 @@ class SocketFolder:
 
 
 def _make() -> tuple[Path, int]:
-    """A new folder, and the file descriptor that holds its lock."""
+    """Create a folder; return it and the file descriptor that holds its lock."""
     while True:
         path = tempfile.mkdtemp(prefix=PREFIX)
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH - len(f"/{SOCKET}"):
             os.rmdir(path)
             path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
-        # Another process that starts may take it for a stale one before it is locked.
+        # Before it is locked, another starting process may take it for a stale one and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = _lock(Path(path))
             if lock is not None:
@@ -54,12 +54,14 @@ def _make() -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A file descriptor that holds the folder's lock while it is open; None where another does.
-    Raises OSError."""
+    """Return a descriptor that locks the folder until it is closed; None if another holds the lock.
+
+    Raises OSError.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(folder).st_ino == os.fstat(handle).st_ino:  # not removed meanwhile
+        if os.stat(folder).st_ino == os.fstat(handle).st_ino:  # it was not removed in the meantime
             return handle
     except BlockingIOError:
         pass
@@ -82,7 +84,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Takes away a folder that holds nothing but a socket."""
+    """Remove a folder that contains nothing but a socket."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK((folder / SOCKET).lstat().st_mode):
             (folder / SOCKET).unlink()

@@ -1,10 +1,11 @@
-"""RequestStream: what has come of a request and has not been read yet.
+"""RequestStream: what a request has produced and its reader has not taken yet.
 
-A RequestStream merges what comes between two reads, so that a slow reader costs memory for its own
-tokens only, and never holds up another. What the reader of a stream takes at a time is bounded; how
-much waits for it can be asked, so that it can be given up. Several streams can share a StreamInbox,
-from which one task reads all that have news in one go. A FlushTimer sees to it that readers who are
-not woken for every token have what there is after a moment all the same.
+A RequestStream merges everything that arrives between two reads. A slow reader therefore uses
+memory for its own tokens only, and never delays another. One read returns a bounded amount;
+`unread` says how much is waiting, so that a reader that falls behind can be dropped. Several
+streams can share a StreamInbox, through which one task reads all streams with news at once. A
+FlushTimer makes sure that readers which are not woken for every token still get their tokens within
+MOST_HELD_SECONDS.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.requests import Request
 from engine.protocol.token_ids import unpack_ids
 
-MOST_TAKEN = 4096  # tokens, and alternatives that were asked for, in one update of a stream
-MOST_HELD_SECONDS = 0.05  # that a token may be kept from its reader for the sake of others
+MOST_TAKEN = 4096  # tokens, plus requested alternatives, in one update of a streamed request
+MOST_HELD_SECONDS = 0.05  # the longest time for which a token is held back to be merged with others
 
 
 class Holder(Protocol):
-    """Something that keeps what has come from its reader."""
+    """Something that may hold back data from its reader."""
 
     def release(self) -> None:
-        """Gives it what there is."""
+        """Let the reader have what is held back."""
 
 
 class FlushTimer:
-    """Readers that are not woken for every token, but not kept waiting for long either.
+    """Bounds how long data is held back from readers that are not woken for every token.
 
-    Releases what has been held for MOST_HELD_SECONDS; used on one event loop.
+    Calls `release` on each holder MOST_HELD_SECONDS after it was added. Used on one event loop.
     """
 
     def __init__(self) -> None:
-        self._until: dict[Holder, float] = {}  # by the loop's time, the earliest first
+        self._until: dict[Holder, float] = {}  # deadlines by the loop's clock, the earliest first
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, holder: Holder) -> None:
-        """It holds something, since now if it did not before."""
+        """Start the holder's deadline, unless it is running already."""
         if holder in self._until:
             return
         loop = asyncio.get_running_loop()
@@ -52,11 +53,11 @@ class FlushTimer:
             self._timer = loop.call_later(MOST_HELD_SECONDS, self._release)
 
     def discard(self, holder: Holder) -> None:
-        """It holds nothing."""
+        """Cancel the holder's deadline: it holds nothing back any more."""
         self._until.pop(holder, None)
 
     def clear(self) -> None:
-        """Nothing is held any more."""
+        """Cancel all deadlines."""
         self._until.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -74,25 +75,25 @@ class FlushTimer:
 
 
 class Update(msgspec.Struct):
-    """What has come of one request since the last update.
+    """What one request has produced since its last update.
 
-    The tokens of a request that is not streamed come with `finished`, as tokens here too; their
-    log-probabilities stay packed there, for to unpack many takes a while.
+    A request that is not streamed gets its tokens with `finished`, but they appear in `tokens` too.
+    Their log-probabilities stay packed in `finished`, because unpacking many takes time.
     """
 
     tokens: list[int] = []
-    # Runs in parallel to `tokens`; empty when the request asks for none, or is not streamed.
+    # Parallel to `tokens`; empty if the request asks for none or is not streamed.
     logprobs: list[TokenLogprobs] = []
     scores: list[TokenLogprobs] = []
     finished: Finished | None = None
 
 
-# Takes the news of streams that it can deal with at once; returns the others, untaken.
+# Handles the streams that it can handle at once, and returns the others untouched.
 Tap = Callable[[list["RequestStream"]], list["RequestStream"]]
 
 
 class ReadyStreams:
-    """Those that are to be asked in the event loop's next turn, in one go."""
+    """Inboxes with news, whose taps are all called in the event loop's next turn."""
 
     def __init__(self) -> None:
         self._inboxes: list[StreamInbox] = []
@@ -100,13 +101,13 @@ class ReadyStreams:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """That of those who read the inboxes. To ask for it takes Python 3.11 a system call."""
+        """The event loop of the inboxes' readers, cached since Python 3.11 makes a system call."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
     def add(self, inbox: StreamInbox) -> None:
-        """Its tap is asked, which is not going to be yet."""
+        """Schedule the inbox's tap; the inbox must not be scheduled already."""
         if not self._inboxes:
             self.loop.call_soon(self._ask)
         self._inboxes.append(inbox)
@@ -118,31 +119,31 @@ class ReadyStreams:
 
 
 class StreamInbox:
-    """Streams with news, each once, in the order in which they came; one task reads it.
+    """A queue of streams with news, each listed once, in order of arrival; one task reads it.
 
-    A `tap` saves waking the task: while the task waits, news are shown to the tap first, once in a
-    turn of the event loop, and the task is woken for what the tap leaves.
+    An optional `tap` saves waking the task. While the task waits, the tap is called with the news
+    once per turn of the event loop. The task is woken only for streams that the tap returns.
     """
 
     __slots__ = ("_closed", "_news", "_ready", "_unaware", "_waiter", "tap")
 
     def __init__(self, ready: ReadyStreams | None = None) -> None:
-        """`ready`: asks its tap together with others'; these need not be one engine's."""
+        """Create an empty inbox; `ready` calls its tap, and may be shared with other inboxes."""
         self._ready = ready or ReadyStreams()
         self._news: list[RequestStream] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._unaware = False  # the task waits, and neither it nor the tap is going to look
+        self._unaware = False  # the task waits, and no call of the tap is scheduled
         self._closed = False
         self.tap: Tap | None = None
 
     def close(self) -> None:
-        """Nobody reads it any more: it forgets its news, and whatever is still put into it."""
+        """Stop using the inbox: drop its news and ignore streams that are put into it later."""
         self._closed = True
         self._news.clear()
         self.tap = None
 
     async def next(self) -> list[RequestStream]:
-        """All streams with news, each of which is to be taken; waits for the first one."""
+        """Wait for news, and return all streams with news; the caller must take from each."""
         while not self._news:
             self._waiter = self._ready.loop.create_future()
             self._unaware = True
@@ -154,7 +155,7 @@ class StreamInbox:
         return news
 
     def put(self, stream: RequestStream) -> None:
-        """A stream has news, and was read since it last had some."""
+        """Add a stream that has news and was read since it last had some."""
         if self._closed:
             return
         self._news.append(stream)
@@ -162,11 +163,12 @@ class StreamInbox:
             self._unaware = False
             if self.tap is not None:
                 self._ready.add(self)
-            elif self._waiter is not None and not self._waiter.done():  # it may be cancelled
+            # the waiting task may have been cancelled
+            elif self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
     def ask_tap(self) -> None:
-        """Shows it the news, unless the task sees to them."""
+        """Call the tap with the news, unless the task is already going to read them."""
         waiter, tap = self._waiter, self.tap
         if waiter is None or waiter.done() or tap is None:
             return
@@ -184,11 +186,11 @@ class StreamInbox:
 
 
 class RequestStream:
-    """What comes of one request; one task reads it, by itself or through an inbox.
+    """The output of one request; one task reads it, directly or through an inbox.
 
-    `async for update in stream` ends after the update that holds `finished`. The reader is given
-    the first tokens at once, and further ones when `interval` of them have come, when the first of
-    them was held for MOST_HELD_SECONDS (by `flush_timer`), or when the request ends.
+    `async for update in stream` ends after the update that holds `finished`. The reader gets the
+    first tokens at once. It gets later ones when `interval` of them have arrived, when the oldest
+    was held back for MOST_HELD_SECONDS (by `flush_timer`), or when the request ends.
     """
 
     __slots__ = (
@@ -204,21 +206,28 @@ class RequestStream:
         which: int = 0,
         flush_timer: FlushTimer | None = None,
     ) -> None:
-        """`inbox`: through which it is read, if not by itself; `which` is its reader's own number
-        for it."""
+        """Create an empty stream.
+
+        Args:
+            request: the request whose output it carries.
+            interval: tokens to merge before the reader is woken.
+            inbox: the inbox through which it is read; None: it is read directly.
+            which: a number for the stream, chosen by its reader.
+            flush_timer: bounds how long tokens are held back.
+        """
         self.interval = interval
         self.on_finish: Callable[[], None] | None = None
         self._flush_timer = flush_timer
-        self._released = True  # what is held may be read, as the first tokens may
+        self._released = True  # tokens held back may be read now; true at first
         self.id = request.id
         self.which = which
-        self.error: EngineError | None = None  # after all that `take` gives
-        self.tokens: list[int] = []  # that have come since they were last taken
-        self._rest = Update()  # what else has
-        self.only_tokens = True  # nothing else has
-        self.notified = False  # the reader knows that there is news, which it has not taken
-        self._reports = 1 + (request.sampling.logprobs or 0)  # of a token
-        # What is not streamed is read as a whole.
+        self.error: EngineError | None = None  # raised after everything in `take` has been read
+        self.tokens: list[int] = []  # tokens that have arrived since the last take
+        self._rest = Update()  # everything else that has arrived
+        self.only_tokens = True  # nothing but tokens has arrived
+        self.notified = False  # the reader was told of news that it has not taken yet
+        self._reports = 1 + (request.sampling.logprobs or 0)  # values reported for each token
+        # The answer of a request that is not streamed is returned as a whole.
         self._most = max(1, MOST_TAKEN // self._reports) if request.stream else None
         self._inbox = inbox
         self._over = False  # the update with `finished` has been read
@@ -226,12 +235,15 @@ class RequestStream:
 
     @property
     def unread(self) -> int:
-        """How much waits for the reader: tokens, and alternatives that were asked for."""
+        """How much is waiting for the reader: tokens, plus requested alternatives."""
         return len(self.tokens) * self._reports
 
     def take(self) -> Update:
-        """What has come since the last call, which may be nothing; of a stream not more than
-        MOST_TAKEN, and then there are news at once."""
+        """Return what has arrived since the last call, which may be nothing.
+
+        For a streamed request it returns at most MOST_TAKEN values; if more are waiting, the stream
+        has news again at once.
+        """
         if self._most is not None and len(self.tokens) > self._most:
             return self._take_first(self._most)
         update, self._rest = self._rest, Update()
@@ -249,13 +261,13 @@ class RequestStream:
         return update
 
     def clear_tokens(self) -> None:
-        """As `take`, where `only_tokens` have come, which the caller has read."""
+        """Discard the tokens, which the caller has read; only allowed while `only_tokens`."""
         self.tokens.clear()
         self.notified = self._released = False
 
     @property
     def due(self) -> bool:
-        """There is something to read, and no reason to wait for more."""
+        """Whether there is something to read and no reason to wait for more."""
         tokens, rest = self.tokens, self._rest
         if rest.scores or rest.finished is not None:
             return True
@@ -264,10 +276,10 @@ class RequestStream:
         return len(tokens) >= self.interval
 
     async def next(self) -> Update:
-        """As `take`; waits when that is nothing, or is held.
+        """Return the next update, as `take` does; wait while there is none or it is held back.
 
-        Raises the request's error once all that came before it has been read, and
-        RuntimeError after the end or while another task waits here.
+        Raises the request's error once everything before it has been read. Raises RuntimeError
+        after the end, or if another task is waiting here.
         """
         if self._over:
             raise RuntimeError(f"request {self.id} has ended")
@@ -295,10 +307,10 @@ class RequestStream:
             raise StopAsyncIteration
         return await self.next()
 
-    # Filled by EngineClient. The reader runs after the whole message has been handled.
+    # Methods called by EngineClient. The reader runs only after the whole message was handled.
 
     def add_tokens(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """`logprobs`: of each of them, where the request asked for them."""
+        """Append tokens, with the log-probabilities of each if the request asked for them."""
         self.tokens.extend(tokens)
         if logprobs:
             self._rest.logprobs.extend(logprobs)
@@ -329,13 +341,13 @@ class RequestStream:
             self.notify()
 
     def release(self) -> None:
-        """What is held may be read now."""
+        """Let the reader have what is held back."""
         self._released = True
         if not self.notified:
             self.notify()
 
     def notify(self) -> None:
-        """Lets the reader run, unless it is to wait for more; its task may have been cancelled."""
+        """Wake the reader, unless it is to wait for more tokens."""
         if self.interval > 1 and self._flush_timer is not None:
             if not self.due and self.error is None:
                 self._flush_timer.add(self)

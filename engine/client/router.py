@@ -1,10 +1,9 @@
-"""EngineRouter: the engines of one model, one or several, to be talked to as if they were one.
+"""EngineRouter: sends each request to one of the engines of a model.
 
-A request that has to do with a named state goes to the engine that keeps it
-(`engine.protocol.placement`). Any other goes to the one with the least to do, or to the one that
-has read most of its prompt before (`engine.client.prefix_affinity`) where that has little more to
-do. Calls about states go where their ids say, and what several engines know is put together. One
-engine gets everything, and nothing is looked up.
+A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`).
+Any other request goes to the least loaded engine, or to the one that has read most of its prompt
+before (`engine.client.prefix_affinity`) if that is only slightly busier. State calls go where their
+ids say, and results of several engines are merged. With a single engine all of this is skipped.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from engine.protocol.queue_policy import Waiters, WaitersOfAll
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateAction, StateReply
 
-# An engine that has read so many of a prompt's tokens before may have one request more in flight
-# than the one with the least, if it has a free slot; at most this part of its slots more.
+# How many more requests than the least loaded engine a prefix hit may cost: one per this many
+# cached tokens, at most this part of the engine's slots, and only if it has a free slot.
 TOKENS_PER_REQUEST = 256
 MORE_IN_FLIGHT = 1 / 8
 
@@ -37,7 +36,7 @@ Result = TypeVar("Result")
 
 
 async def _first(asked: Sequence[Coroutine[Any, Any, Result]]) -> Result:
-    """The first result; where there are errors alone, the last one is raised."""
+    """Return the first successful result; if all fail, raise the last error."""
     tasks = [asyncio.ensure_future(one) for one in asked]
     try:
         for soonest in asyncio.as_completed(tasks):
@@ -57,7 +56,7 @@ def _load(client: EngineClient) -> tuple[int, int]:
 
 
 class EngineRouter(EngineBackend):
-    """The engines that serve together at a time; another router follows where they change."""
+    """Routes over the engines that serve at one time; a new router is made when they change."""
 
     def __init__(
         self,
@@ -65,14 +64,14 @@ class EngineRouter(EngineBackend):
         waits: Sequence[float] = (),
         before: EngineRouter | None = None,
     ) -> None:
-        """Sends nothing yet.
+        """Create the router without sending anything.
 
         Args:
-            clients: by rank; None for an engine that is missing just now. There is at least one.
-            waits: by rank, the seconds until one that is missing may be back.
-            before: the router of this process that this one follows. It may have requests in
-                flight on the same engines, so request ids go on from it; what it knows of prompts
-                is taken over.
+            clients: in order of rank; None for an engine that is not available; at least one is.
+            waits: in order of rank, the seconds until a missing engine may be back.
+            before: the router that this one replaces. The new router continues its request ids,
+            since requests may still be in flight on the same engines, and takes over its prefix
+            affinity.
         """
         now = time.monotonic()
         self._back_at = dict(enumerate([now + wait for wait in waits]))  # by rank
@@ -83,7 +82,7 @@ class EngineRouter(EngineBackend):
         self._affinity.keep_only(clients)
         self.by_rank = tuple(clients)
         self.clients = [client for client in clients if client is not None]
-        # The only engine that there is: what is called for each request then goes straight there.
+        # With a single engine, calls made for each request skip all routing.
         self._only = self.clients[0] if len(clients) == 1 else None
         self.queued: Waiters = (
             WaitersOfAll([client.queued for client in self.clients])
@@ -103,7 +102,7 @@ class EngineRouter(EngineBackend):
     def slots(self) -> int:
         if self._only is not None:
             return self._only.slots
-        # They have as many each; one that was not heard of yet, too.
+        # Engines have equally many slots; those not heard from yet count too.
         return len(self.clients) * max(client.slots for client in self.clients)
 
     @property
@@ -166,15 +165,15 @@ class EngineRouter(EngineBackend):
     async def ping(self, timeout: float) -> None:
         await _first([client.ping(timeout) for client in self.clients])
 
-    # Who is asked.
+    # Choice of the engine.
 
     def missing(self, what: str, ranks: Iterable[int] | None = None) -> EngineLoading:
         ranks = range(len(self.by_rank)) if ranks is None else ranks
         waits = [self._back_at.get(rank, 0.0) - time.monotonic() for rank in ranks]
-        return EngineLoading(f"{what} is missing just now", retry_after=max(1.0, *waits))
+        return EngineLoading(f"{what} is not available right now", retry_after=max(1.0, *waits))
 
     def _owner_of_state(self, owner: str, id: str) -> EngineClient:
-        """Raises EngineLoading where the engine that keeps this state is missing."""
+        """Return the engine that keeps this state. Raises EngineLoading if it is not available."""
         rank = engine_of_state(owner, id, len(self.by_rank))
         client = self.by_rank[rank]
         if client is None or client.state != "ready":
@@ -182,23 +181,23 @@ class EngineRouter(EngineBackend):
         return client
 
     def _ready_clients(self) -> Sequence[EngineClient]:
-        """Who can be asked; where nobody can, those who can say why."""
+        """Return the engines that are ready; if none is, all, since they can say why."""
         return [client for client in self.clients if client.state == "ready"] or self.clients
 
     def _least_loaded(self, among: Sequence[EngineClient]) -> EngineClient:
-        """Of equals each in turn."""
+        """Return the least loaded engine; equally loaded ones take turns."""
         self._turn = (self._turn + 1) % len(among)
         return min((*among[self._turn :], *among[: self._turn]), key=_load)
 
     def _hashes(self, request: Request) -> list[int]:
-        """Of the prompt's prefixes; samples of one prompt share them."""
+        """Return the prompt's prefix checksums, cached for several samples of one prompt."""
         prompt, scope = request.prompt, f"{request.owner}\0{request.cache_salt}"
         if prompt is not self._latest[0] or scope != self._latest[1]:
             self._latest = prompt, scope, prefix_hashes(scope, prompt)
         return self._latest[2]
 
     def _pick_for_prompt(self, request: Request) -> EngineClient:
-        """Who is to read a prompt that goes on from no named state."""
+        """Return the engine to read a prompt that does not continue a named state."""
         among = self._ready_clients()
         chosen = self._least_loaded(among)
         hashes = self._hashes(request)
@@ -212,11 +211,11 @@ class EngineRouter(EngineBackend):
         self._affinity.note(hashes, chosen)
         return chosen
 
-    # States.
+    # Named states.
 
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
         engines: Counter[int] = Counter()
-        for id, count in Counter(ids).items():  # mostly one
+        for id, count in Counter(ids).items():  # mostly one id
             engines[engine_of_state(owner, id, len(self.by_rank))] += count
         return max(engines.values(), default=0)
 
@@ -233,7 +232,7 @@ class EngineRouter(EngineBackend):
         if action == "list":
             return await self._list(timeout=timeout, owner=owner, **fields)
         kept_under = target if action == "import" else id
-        if action == "import" and not target:  # any may choose a new id
+        if action == "import" and not target:  # any engine may choose a new id
             client = self._least_loaded(self._ready_clients())
         else:
             client = self._owner_of_state(owner, kept_under)
@@ -262,16 +261,16 @@ class EngineRouter(EngineBackend):
         target: str,
         ttl: float | None = None,
     ) -> StateReply:
-        """A fork or move from one engine to another."""
+        """Fork or move a state from one engine to another."""
         asked: dict[str, Any] = {"timeout": timeout, "owner": owner}
         receiver = self._owner_of_state(owner, target)
         found = await client.ask_state("export", id=id, **asked)
         if action == "move" and found.states[0].busy:
-            raise StateBusy(f"a request is under way that will take the place of {id!r}")
+            raise StateBusy(f"a running request is going to replace state {id!r}")
         reply = await receiver.ask_state(
             "import", content=found.content, target=target, ttl=ttl, **asked
         )
         if action == "move":
-            with contextlib.suppress(StateNotFound):  # it has expired meanwhile
+            with contextlib.suppress(StateNotFound):  # the state may have expired meanwhile
                 await client.ask_state("delete", id=id, **asked)
         return reply

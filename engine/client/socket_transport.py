@@ -1,5 +1,8 @@
-"""How an EngineClient reaches an engine: a process that it starts, one that somebody else runs, or
-a thread of this process."""
+"""Transports: how an EngineClient reaches an engine.
+
+The engine may be a child process (ProcessTransport), a process run by somebody else
+(SocketTransport), or a thread of this process (engine/inline.py).
+"""
 
 from __future__ import annotations
 
@@ -24,47 +27,56 @@ log = logging.getLogger(__name__)
 
 GREETING = Ping(nonce=0)
 _READABLE = int(zmq.POLLIN)
-STOP_SECONDS = 3.0  # given to a Shutdown, and again to SIGTERM, before the next harder means
-LAST_WORDS_MS = 100  # how long a dead worker's messages may be under way
-MOST_LAST_WORDS = 20  # times LAST_WORDS_MS, should nobody receive them
-LEAVE_MS = 200  # how long a client's last messages may take to leave
+STOP_SECONDS = 3.0  # wait after Shutdown, and again after SIGTERM
+LAST_WORDS_MS = 100  # how long the messages of an ended worker may take to arrive
+MOST_LAST_WORDS = 20  # at most this many times LAST_WORDS_MS, in case nobody reads them
+LEAVE_MS = 200  # how long a client's last messages may take to be sent
 
 
 class Transport(Protocol):
     """Carries messages to one engine and back; all methods are called on one event loop."""
 
     async def start(self) -> None:
-        """Starts the engine; it need not be loaded when this returns. Raises EngineDead."""
+        """Start the engine; it may still be loading when this returns. Raises EngineDead."""
 
     def send(self, message: ToEngine) -> None:
-        """Never blocks. Raises EngineDead, or TypeError or ValueError if it cannot be encoded."""
+        """Queue a message without blocking.
+
+        Raises EngineDead, or TypeError or ValueError if the message cannot be encoded.
+        """
 
     async def receive(self) -> FromEngine:
-        """The next message. Raises EngineDead when the engine has ended and all is received."""
+        """Return the next message. Raises EngineDead at the end, when all has been received."""
 
     async def close(self) -> None:
-        """Ends the engine, by force if need be; returns when it has ended. Idempotent."""
+        """End the engine, by force if necessary, and wait for its end. Idempotent."""
 
 
 class SocketTransport:
-    """Speaks ZeroMQ over a unix socket to an engine that somebody else runs, and who tells by `end`
-    that it has ended.
+    """A ZeroMQ connection over a unix socket to an engine that somebody else runs.
 
-    The socket is used as it is, watched by the event loop: a future for each message, as
-    zmq.asyncio has it, costs more than the message. What is sent in one turn of the loop leaves at
-    the turn's end, as one list: frames of their own would cost both ends a microsecond each.
+    Whoever runs the engine must call `end` when it has ended.
+
+    The event loop watches the raw socket, because a future for each message, as in zmq.asyncio,
+    costs more than the message. Messages sent in one turn of the loop leave at its end as one list,
+    because separate frames would cost both ends a microsecond each.
     """
 
     def __init__(self, address: str = "", name: str = "") -> None:
-        """`name` makes this client known to the engine by it; it is then nobody else's there."""
-        self.address: str | None = address or None  # of the engine, while this is connected
+        """Create an unconnected transport.
+
+        Args:
+            address: the engine's ZeroMQ address.
+            name: a unique name by which the engine knows this client; "": it gets a random one.
+        """
+        self.address: str | None = address or None  # of the engine, while connected
         self._name = name
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiter: asyncio.Future[None] | None = None  # of `receive`
-        self._received = 0  # messages
-        self._leaving: list[msgspec.Raw] = []  # messages of this turn, encoded
+        self._waiter: asyncio.Future[None] | None = None  # set while `receive` waits
+        self._received = 0  # number of messages
+        self._leaving: list[msgspec.Raw] = []  # encoded messages to send at the end of this turn
         self._dead: EngineDead | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -83,21 +95,24 @@ class SocketTransport:
         self._leaving.append(msgspec.Raw(encoded))
 
     def _flush(self) -> None:
-        """Sends what is to leave; without a high-water mark that never has to wait."""
+        """Send the queued messages; this never blocks because there is no high-water mark."""
         leaving, self._leaving = self._leaving, []
         if leaving and self._socket is not None:
             self._socket.send(self._encoder.encode(leaving), zmq.NOBLOCK)
-            # To send may take in the note of what has come, which the loop then never sees.
+            # Sending may clear the descriptor's readable state, so the loop would not call _look.
             self._look()
 
     def _look(self) -> None:
-        """Wakes `receive` where something has come. The loop calls it when the socket's descriptor
-        can be read, which says that the socket wants to be asked, and until it has been."""
+        """Wake `receive` if a message has arrived.
+
+        The loop calls this while the socket's descriptor is readable, which means that the socket's
+        state must be queried.
+        """
         if self._has_news() and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _has_news(self) -> bool:
-        # The option's attribute, and flags that are no plain integers, take the library longer.
+        # Faster than the `events` property and zmq's enum flags.
         return self._socket is not None and bool(int(self._socket.get(zmq.EVENTS)) & _READABLE)
 
     async def receive(self) -> FromEngine:
@@ -116,10 +131,10 @@ class SocketTransport:
                 message: FromEngine = self._decoder.decode(raw)
                 return message
             except msgspec.MsgspecError as error:
-                log.error("dropped a malformed message of the engine: %s", error)
+                log.error("dropped a malformed message from the engine: %s", error)
 
     async def _news(self) -> None:
-        """Returns when something may have come, or the engine has ended."""
+        """Wait until a message may have arrived or the engine has ended."""
         assert self._loop is not None
         self._waiter = self._loop.create_future()
         try:
@@ -128,8 +143,10 @@ class SocketTransport:
             self._waiter = None
 
     async def end(self, error: EngineDead) -> None:
-        """The engine has ended: gives its last messages time to arrive, then ends `receive` with
-        the error."""
+        """Tell the transport that the engine has ended.
+
+        Gives the engine's last messages time to arrive, then makes `receive` raise the error.
+        """
         for _ in range(MOST_LAST_WORDS):
             received = self._received
             await asyncio.sleep(LAST_WORDS_MS / 1000)
@@ -163,20 +180,20 @@ class SocketTransport:
             assert self._loop is not None
             self._loop.remove_reader(socket.fileno())
             socket.close(linger=linger)
-            await asyncio.to_thread(context.term)  # returns when what was sent has left
+            await asyncio.to_thread(context.term)  # returns when queued messages have been sent
 
     def _die(self, error: EngineDead) -> None:
         if self._dead is None:
             self._dead = error
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)  # `receive` finds out
+            self._waiter.set_result(None)  # wakes `receive`, which then raises
 
 
 class ProcessTransport(SocketTransport):
-    """Runs `engine.worker` as a child process and speaks to it as its first client.
+    """Runs `engine.worker` as a child process and connects to it as its first client.
 
-    `engine` names the worker's engine factory, "module:function", where it is another one: a mock,
-    a test's fake.
+    `engine` names another engine factory for the worker, as "module:function": a mock or a test's
+    fake.
     """
 
     def __init__(self, config: EngineConfig, engine: str | None = None) -> None:
@@ -186,18 +203,18 @@ class ProcessTransport(SocketTransport):
         self._folder: SocketFolder | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._killed: str | None = None  # why
+        self._killed: str | None = None  # why it was killed
 
     @property
     def pid(self) -> int | None:
-        """Of the worker, once it is started."""
+        """The worker's process id; None before it is started."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         try:
             self._folder = SocketFolder()
         except OSError as error:
-            raise EngineDead(f"the engine's socket has no place: {error}") from error
+            raise EngineDead(f"cannot create a folder for the engine's socket: {error}") from error
         self.address = address = f"ipc://{self._folder.socket}"
         self._connect()
         command = ["-P", "-m", "engine.worker", address]
@@ -221,7 +238,7 @@ class ProcessTransport(SocketTransport):
         self.send(GREETING)
 
     def kill(self, reason: str) -> None:
-        """Ends the worker at once; `reason` explains its death."""
+        """Kill the worker at once; `reason` becomes the message of its death."""
         if self._process is not None and self._process.returncode is None:
             self._killed = reason
             self._process.kill()
@@ -235,14 +252,14 @@ class ProcessTransport(SocketTransport):
                 with contextlib.suppress(ProcessLookupError):
                     process.terminate()
                 if not await _ends(watcher):
-                    log.warning("the engine process does not end; killing it")
+                    log.warning("the engine process does not end on SIGTERM; killing it")
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
                     await watcher
         await self._release()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Waits for the process's end and then ends `receive`."""
+        """Wait for the process to end, then report its end."""
         code = await process.wait()
         reason = self._killed or f"the engine process has ended ({describe_exit(code)})"
         await self.end(EngineDead(reason))
@@ -255,6 +272,6 @@ class ProcessTransport(SocketTransport):
 
 
 async def _ends(task: asyncio.Task[None]) -> bool:
-    """Whether a task ends within STOP_SECONDS."""
+    """Return whether a task ends within STOP_SECONDS."""
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
     return bool(done)

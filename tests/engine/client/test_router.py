@@ -246,7 +246,7 @@ async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> No
         await router.ping(10)
         for number in range(9):
             assert rank_of(router, ask(router, f"{number}", max_tokens=1000)) != 1
-        with pytest.raises(EngineLoading, match="is missing just now"):
+        with pytest.raises(EngineLoading, match="is not available right now"):
             ask(router, "d", state=mine[0])
         there = [router.clients[0], None, router.clients[2]]
         left = EngineRouter(there, waits=[0.0, 17.0, 0.0], before=router)

@@ -279,7 +279,7 @@ async def test_one_that_leaves_and_comes_back_is_noticed_by_its_own_requests_alo
             answer = await service.http.post(STATES, json={"prompt": name, "id": name})
             assert answer.status_code in (200, 503)
             if answer.status_code == 503:
-                assert "is missing just now" in answer.json()["error"]["message"]
+                assert "is not available right now" in answer.json()["error"]["message"]
                 assert int(answer.headers["retry-after"]) >= 1
         assert (await service.http.get(STATES)).status_code == 503  # a part would be no list
         script.seat(2, 1)
