@@ -1,1 +1,1 @@
-"""Starts and restarts engines and API processes, and tells each of the others."""
+"""Starts and restarts engines and API processes, and tells API processes which engines serve."""

@@ -1,8 +1,8 @@
-"""ApiProcessPool: the API processes of a supervisor, started again when they end.
+"""ApiProcessPool: a supervisor's API processes, restarted when they end.
 
-An API process inherits one end of a pipe, and what it has to know comes on its standard input:
-arguments and environments can be read by others. It is in a process group of its own, so that
-signals to this one's group reach this process alone, which tells its API processes what to do.
+An API process inherits one end of a pipe. Its settings come on standard input, because other users
+can read arguments and environments. It runs in its own process group, so that signals to the
+server's group reach only the supervising process, which tells the API processes what to do.
 """
 
 from __future__ import annotations
@@ -23,38 +23,42 @@ from engine.supervisor.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between looks at whether a process answers
-STEADY_SECONDS = 10.0  # one that ends sooner has a quick end
-MOST_QUICK_ENDS = 5  # in a row; then there is no use in another, unless others are steady
-LONGEST_WAIT = 30.0  # before the next one
+LOOK_SECONDS = 5.0  # between two checks whether a process answers
+STEADY_SECONDS = 10.0  # a process that ends sooner counts as a quick end
+MOST_QUICK_ENDS = 5  # in a row; then give up, unless other processes are steady
+LONGEST_WAIT = 30.0  # the longest wait before the next start
 
 
 @dataclass(frozen=True)
 class Command:
-    """How an API process is started: `python -P -m MODULE *arguments --pipe N`."""
+    """How to start an API process: `python -P -m MODULE *arguments --pipe N`."""
 
     module: str
     arguments: Sequence[str]
-    given: bytes  # its standard input
-    handles: Sequence[int]  # file descriptors that it inherits under their numbers
+    given: bytes  # written to its standard input
+    handles: Sequence[int]  # file descriptors that it inherits under the same numbers
 
 
 class ApiProcessPool:
-    """`keep` runs them until `finish`."""
+    """Runs one API process for each command, from `keep` until `finish`."""
 
     def __init__(self, supervisor: Supervisor, commands: Sequence[Command], hang: float) -> None:
-        """`hang`: seconds after which one that does not answer is killed; 0 = never."""
+        """Create the pool; kill processes that do not answer for `hang` seconds (0 = never)."""
         self._supervisor = supervisor
         self._commands = commands
         self._hang = hang
         self._finishing = asyncio.Event()
         self._processes: set[asyncio.subprocess.Process] = set()
-        self._begun: dict[int, float] = {}  # of those that run, by number and time.monotonic
+        # start time (time.monotonic) of each running process, by number
+        self._begun: dict[int, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def keep(self) -> None:
-        """Returns when one of them cannot be kept: it ends again and again, and none of the others
-        is steady. (What is wrong may be a file that they read before it had a mistake.)"""
+        """Start all processes and restart those that end; return when that is hopeless.
+
+        It is hopeless when one process ends quickly again and again and none of the others is
+        steady. The cause may be a mistake in a file that the others read before it was changed.
+        """
         self._tasks = [
             asyncio.create_task(self._keep(number, command))
             for number, command in enumerate(self._commands, start=1)
@@ -62,22 +66,24 @@ class ApiProcessPool:
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self, seconds: float) -> None:
-        """Starts none any more, tells all to drain, and returns when they have ended; those that
-        have not after so many seconds are killed."""
+        """Start no more processes, tell all to drain, and wait until they have ended.
+
+        Processes that still run after `seconds` are killed.
+        """
         self._finishing.set()
         self._supervisor.api_processes.tell(Shutdown(now=False))
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=seconds)
         if late:
-            log.warning("%d API processes do not end; killing them", len(self._processes))
+            log.warning("%d API processes do not end in time; killing them", len(self._processes))
             for process in self._processes:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             await asyncio.wait(late)
 
     def cut(self) -> None:
-        """Tells all to end at once."""
+        """Tell all processes to end at once."""
         self._supervisor.api_processes.tell(Shutdown(now=True))
 
     async def _keep(self, number: int, command: Command) -> None:
@@ -96,7 +102,9 @@ class ApiProcessPool:
             quick = quick + 1 if time.monotonic() - begun < STEADY_SECONDS else 0
             steady = time.monotonic() - STEADY_SECONDS
             if quick >= MOST_QUICK_ENDS and all(one > steady for one in self._begun.values()):
-                log.error("error: API process %d ends again and again (%s)", number, reason)
+                log.error(
+                    "error: API process %d keeps ending right after its start (%s)", number, reason
+                )
                 return
             seconds = min(2.0 ** min(quick - 2, 9), LONGEST_WAIT) if quick > 1 else 0.0
             log.error("error: API process %d has ended (%s); starting another", number, reason)
@@ -104,7 +112,7 @@ class ApiProcessPool:
                 await asyncio.wait_for(self._finishing.wait(), seconds)
 
     async def _run(self, command: Command) -> str:
-        """Runs one process to its end; how it ended."""
+        """Run one process to its end, and describe how it ended."""
         ours, theirs = socket.socketpair()
         with theirs:
             handle = theirs.fileno()
@@ -129,7 +137,7 @@ class ApiProcessPool:
             if self._finishing.is_set():
                 pipe.send(Shutdown(now=False))
             watch = asyncio.create_task(self._watch(name, process))
-            with contextlib.suppress(OSError):  # it has ended before it read
+            with contextlib.suppress(OSError):  # the process may end before it has read its input
                 await process.communicate(command.given)
             return describe_exit(await process.wait())
         finally:
@@ -140,14 +148,14 @@ class ApiProcessPool:
                 process.kill()
 
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
-        """Kills a process that does not answer."""
+        """Kill the process when it does not answer for too long."""
         look = min(LOOK_SECONDS, self._hang) or LOOK_SECONDS
         silent, heard = 0.0, False
         while process.returncode is None:
             begun = time.monotonic()
             if await self._supervisor.api_processes.answers(name, look):
                 silent, heard = 0.0, True
-            elif heard:  # else it is still starting
+            elif heard:  # a process that never answered may still be starting
                 silent += look
             if self._hang and silent >= self._hang:
                 log.error("error: an API process did not answer for %g s; killing it", self._hang)

@@ -1,5 +1,7 @@
-"""ApiRegistry: the supervisor's side of its API processes: who they are, what they still need, what
-they count."""
+"""ApiRegistry: the supervisor's list of its API processes.
+
+It knows which engines each process still uses, and the metrics that each reported last.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from engine.supervisor.control_messages import (
 log = logging.getLogger(__name__)
 
 ApiPipe: TypeAlias = Pipe[FromApiProcess, ToApiProcess]
-COLLECT_SECONDS = 2.0  # for a process to tell its metrics; then those it told last are taken
+COLLECT_SECONDS = 2.0  # wait for a process's metrics; then its last reported ones are used
 
 
 @dataclass(eq=False)
@@ -36,13 +38,13 @@ class _ApiProcess:
     name: str
     pipe: ApiPipe
     calls: PendingCalls
-    using: int = 0  # the generation of the youngest engine that its new requests go to
+    using: int = 0  # newest engine generation that its new requests go to
     needs: set[int] = field(default_factory=set)  # generations on which it may have requests
-    samples: bytes | None = None  # its metrics, as it told them last
+    samples: bytes | None = None  # its metrics, as last reported
 
 
 class ApiRegistry:
-    """API processes by name; all methods are called on one event loop."""
+    """The API processes by name; all methods are called on one event loop."""
 
     def __init__(
         self,
@@ -50,32 +52,32 @@ class ApiRegistry:
         on_unneeded: Callable[[int], None],
         fold: Callable[[list[bytes]], bytes] | None,
     ) -> None:
-        """Begins without any.
+        """Create an empty registry.
 
         Args:
             reload: carries out a `reload` call (Supervisor.reload).
-            on_unneeded: is called with a generation that no process needs any more.
-            fold: sums the samples of processes that are no more, so that what was once told never
-                falls; None: they are forgotten.
+            on_unneeded: called with an engine generation that no process uses any more.
+            fold: merges the metrics of ended processes, so that counters never decrease; None:
+            their metrics are dropped.
         """
         self._reload = reload
         self._on_unneeded = on_unneeded
         self._fold = fold
         self._processes: dict[str, _ApiProcess] = {}
-        self._departed: bytes | None = None  # samples
+        self._departed: bytes | None = None  # merged metrics of ended processes
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, pipe: ApiPipe) -> str:
-        """A new process's name, which no other gets; `pipe` is this side's end."""
+        """Add a process and return its new, unique name; `pipe` is the supervisor's end."""
         name = f"api-{next(self._numbers)}"
         self._processes[name] = _ApiProcess(name, pipe, PendingCalls(pipe.send))
         pipe.send(Welcome(name))
         return name
 
     async def listen(self, name: str) -> None:
-        """Does what a process asks for, and returns when its end of the pipe is gone."""
+        """Handle a process's messages until its end of the pipe is closed."""
         process = self._processes[name]
         try:
             while True:
@@ -86,36 +88,36 @@ class ApiRegistry:
             self._remove(process)
 
     def tell(self, message: ToApiProcess) -> None:
-        """Tells all processes."""
+        """Send a message to all processes."""
         for process in self._processes.values():
             process.pipe.send(message)
 
     def serve(self, order: Serve, only: str | None = None) -> None:
-        """Tells all processes, or the one of this name, which engines new requests are to go to."""
+        """Tell all processes, or only the named one, which engines new requests must go to."""
         for process in self._processes.values():
             if only in (None, process.name):
                 process.needs.update(order.generations)
                 process.pipe.send(order)
 
     def need(self, generation: int) -> bool:
-        """Whether any process may have something in flight on this engine."""
+        """Return whether any process may have requests in flight on this engine."""
         return any(generation in process.needs for process in self._processes.values())
 
     async def answers(self, name: str, seconds: float) -> bool:
-        """Whether a process answers within that time; its metrics are then known."""
+        """Return whether a process answers within `seconds`; this also updates its metrics."""
         process = self._processes.get(name)
         if process is None:
             return False
         return bool(await _within(seconds, [process.calls.ask("collect")]))
 
     async def all_use(self, generation: int) -> None:
-        """Returns when no process sends new requests to an older engine."""
+        """Wait until no process sends new requests to an engine older than `generation`."""
         while any(process.using < generation for process in self._processes.values()):
             self._changed.clear()
             await self._changed.wait()
 
     def close(self) -> None:
-        """Closes all pipes."""
+        """Close all pipes."""
         for task in list(self._tasks):
             task.cancel()
         for process in list(self._processes.values()):
@@ -132,7 +134,7 @@ class ApiRegistry:
                 if message.method == "gather":
                     process.samples = message.own
                 self._spawn(self._answer(process, message))
-            case Reply():  # to a "collect", also to one that is not waited for any more
+            case Reply():  # to a "collect", possibly one that timed out
                 (process.samples,) = message.samples
                 process.calls.resolve(message)
 
@@ -170,11 +172,11 @@ class ApiRegistry:
         process.pipe.send(reply)
 
     async def _gather(self, asker: _ApiProcess) -> list[bytes]:
-        """The metrics of all other processes, those that are no more included."""
+        """Return the metrics of all other processes, including those that have ended."""
         asked = [process.calls.ask("collect") for process in self._others(asker)]
         if asked:
             await _within(COLLECT_SECONDS, asked)
-        # Whoever left meanwhile is among the departed now.
+        # Processes that ended meanwhile are part of `_departed` now.
         known = [self._departed, *(process.samples for process in self._others(asker))]
         return [one for one in known if one is not None]
 
@@ -188,7 +190,7 @@ class ApiRegistry:
 
 
 async def _within(seconds: float, asked: list[asyncio.Future[Reply]]) -> set[asyncio.Future[Reply]]:
-    """Those that are done within that time; the others are cancelled."""
+    """Return the futures that are done within `seconds`; the others are cancelled."""
     done, late = await asyncio.wait(asked, timeout=seconds)
     for one in late:
         one.cancel()

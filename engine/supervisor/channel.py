@@ -1,5 +1,7 @@
-"""Pipes between a supervisor and an API process: within a process, or over a socket to another one;
-and the calls that are made over them."""
+"""Pipes between a supervisor and an API process, and the calls made over them.
+
+A pipe works within one process, or over a socket to another process.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,34 @@ from engine.supervisor.control_messages import Call, Method, Reply
 
 In = TypeVar("In", covariant=True)
 Out = TypeVar("Out", contravariant=True)
-LENGTH = struct.Struct("!I")  # of a message, in front of it
+LENGTH = struct.Struct("!I")  # length prefix of a message
 
 
 class Pipe(Protocol[In, Out]):
-    """One end; all methods are called on one event loop."""
+    """One end of a pipe; all methods are called on one event loop."""
 
     async def open(self) -> None:
-        """Comes first."""
+        """Open the pipe; must be called first."""
 
     def send(self, message: Out) -> None:
-        """Never blocks; what is sent to an end that is gone is lost."""
+        """Send without blocking; messages to a closed end are lost."""
 
     async def receive(self) -> In:
-        """The next message. Raises EOFError when the other end is gone and all is received."""
+        """Return the next message. Raises EOFError at the end, when all has been received."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close both directions. Idempotent."""
 
 
 class MemoryPipe:
-    """An end of a pipe within this process."""
+    """One end of a pipe within this process."""
 
     def __init__(self, inbox: asyncio.Queue[Any], outbox: asyncio.Queue[Any]) -> None:
         self._inbox = inbox
         self._outbox = outbox
 
     async def open(self) -> None:
-        """Nothing is closed yet."""
+        """Do nothing: a memory pipe is open from the start."""
 
     def send(self, message: Any) -> None:
         self._outbox.put_nowait(message)
@@ -51,7 +53,7 @@ class MemoryPipe:
     async def receive(self) -> Any:
         message = await self._inbox.get()
         if message is None:
-            self._inbox.put_nowait(None)  # for whoever asks again
+            self._inbox.put_nowait(None)  # for later calls of receive
             raise EOFError
         return message
 
@@ -61,20 +63,20 @@ class MemoryPipe:
 
 
 def memory_pipe() -> tuple[MemoryPipe, MemoryPipe]:
-    """Both ends."""
+    """Return both ends of a new pipe within this process."""
     here: asyncio.Queue[Any] = asyncio.Queue()
     there: asyncio.Queue[Any] = asyncio.Queue()
     return MemoryPipe(here, there), MemoryPipe(there, here)
 
 
 class SocketPipe(Generic[In, Out]):
-    """An end of a pipe to another process, over one of a pair of sockets.
+    """One end of a pipe to another process, over a socket pair.
 
-    Both ends belong to this project and to one user; what comes is decoded all the same.
+    Both ends run this program under one user, but messages are still validated by decoding.
     """
 
     def __init__(self, handle: socket.socket, incoming: Any) -> None:
-        """Takes the socket over; `incoming` is the type of the messages that come."""
+        """Take over the socket; `incoming` is the union of message types to receive."""
         self._handle = handle
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -107,10 +109,10 @@ class SocketPipe(Generic[In, Out]):
 
 
 class PendingCalls:
-    """What one end of a pipe has asked and the other has not answered yet."""
+    """Calls that one end of a pipe has made and the other has not answered yet."""
 
     def __init__(self, send: Callable[[Call], None]) -> None:
-        """`send` is the pipe's."""
+        """Create an empty table; `send` is the pipe's method."""
         self._send = send
         self._ids = itertools.count()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
@@ -118,8 +120,10 @@ class PendingCalls:
     def ask(
         self, method: Method, model: str | None = None, own: bytes = b""
     ) -> asyncio.Future[Reply]:
-        """Sends a Call with these fields; its Reply will be in the future. Whoever cancels that
-        wants to know no more."""
+        """Send a Call with these fields and return a future of its Reply.
+
+        Cancelling the future drops the reply.
+        """
         id = next(self._ids)
         reply = self._replies[id] = asyncio.get_running_loop().create_future()
         reply.add_done_callback(lambda _: self._replies.pop(id, None))
@@ -127,13 +131,13 @@ class PendingCalls:
         return reply
 
     def resolve(self, reply: Reply) -> None:
-        """A Reply has come; one to a call that was cancelled is ignored."""
+        """Pass a Reply to its caller; replies to cancelled calls are ignored."""
         waiting = self._replies.get(reply.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
     def close(self, error: Exception | None = None) -> None:
-        """The other end is gone: all calls end with `error`, or are cancelled."""
+        """End all calls with `error`, or cancel them if it is None: the other end is gone."""
         for waiting in list(self._replies.values()):
             if waiting.done():
                 continue

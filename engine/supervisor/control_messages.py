@@ -1,7 +1,8 @@
-"""What a supervisor and its API processes tell each other over one pipe; plain data.
+"""Messages between a supervisor and its API processes; plain data.
 
-Every engine that a supervisor starts has a generation, a number that grows, and a rank among those
-that serve together. Requests and tokens do not pass here: API processes talk to engines themselves.
+Every engine that a supervisor starts has a generation, an increasing number, and a rank among the
+engines that serve together. Requests and tokens do not go this way: API processes have their own
+connections to the engines.
 
 | message | to | answered by |
 | --- | --- | --- |
@@ -22,11 +23,11 @@ import msgspec
 from engine.errors import BY_CODE, EngineError
 from engine.protocol.events import ModelInfo
 
-Method = Literal["reload", "gather", "collect"]  # see Call
+Method = Literal["reload", "gather", "collect"]  # described in Call
 
 
 class EncodedError(msgspec.Struct, frozen=True, array_like=True):
-    """An EngineError on its way to another process."""
+    """An EngineError, encoded for another process."""
 
     code: str
     message: str
@@ -35,22 +36,23 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: EngineError) -> EncodedError:
-        """The error, to be sent."""
+        """Encode an error."""
         return cls(error.code, error.message, error.param, error.retry_after)
 
     def decode(self) -> EngineError:
-        """The error again; an unknown code gives EngineError."""
+        """Return the error again; an unknown code gives EngineError."""
         kind = BY_CODE.get(self.code, EngineError)
         return kind(self.message, param=self.param, retry_after=self.retry_after)
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A question to the other end.
+    """A call to the other end, answered by a `Reply` with the same id.
 
-    reload (to the supervisor): loads `model` (None: the present one) in engines that take the place
-    of those that serve; the reply has `info`. gather (to the supervisor): the metrics of all other
-    API processes; `own` are the caller's; the reply has `samples`, one a process. collect (to an
-    API process): its metrics; the reply has them as the one of `samples`.
+    - reload (to the supervisor): load `model` (None: the present one) in engines that replace the
+      serving ones; the reply has `info`.
+    - gather (to the supervisor): collect the metrics of all other API processes; `own` are the
+      caller's; the reply has one item of `samples` for each process.
+    - collect (to an API process): report its metrics, as the only item of `samples`.
     """
 
     id: int
@@ -60,7 +62,7 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to the `Call` of this id; where `error` is set, it was not done."""
+    """The answer to the `Call` with this id; if `error` is set, the call failed."""
 
     id: int
     error: EncodedError | None = None
@@ -68,68 +70,78 @@ class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     samples: list[bytes] = []
 
 
-# To an API process.
+# Messages to an API process.
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The process's name, by which engines know it too."""
+    """Tells an API process its name, which engines use too."""
 
     name: str
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that has loaded its model, and its ZeroMQ address."""
+    """The ZeroMQ address of an engine that has loaded its model."""
 
     generation: int
     address: str
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """From now on new requests go to these engines, of one model; by rank, None for one that is
-    missing just now. There is at least one."""
+    """Orders that new requests go to these engines, which all serve one model.
+
+    `endpoints` is in order of rank; None stands for an engine that is not available; at least one
+    is.
+    """
 
     endpoints: list[EngineEndpoint | None]
     info: ModelInfo
-    restarts: int  # so far, of engines that died
-    waits: list[float] = []  # by rank, seconds until one that is missing may be back
+    restarts: int  # restarts so far of engines that died
+    waits: list[float] = []  # by rank, seconds until a missing engine may be back
 
     @property
     def generations(self) -> list[int]:
-        """Those of all engines that are there."""
+        """The generations of all available engines."""
         return [one.generation for one in self.endpoints if one is not None]
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
-    """An engine has ended by itself; what is in flight there is lost. May be said again, with news
-    of when there is to be another. Where others serve on, a `Serve` says which."""
+    """Reports that an engine has ended by itself and its requests are lost.
+
+    May be sent again, with a new estimate of when another will serve. If other engines still serve,
+    a `Serve` lists them.
+    """
 
     generation: int
     error: EncodedError
-    final: bool = False  # there is none any more, and will be none
-    current: bool = True  # none is left that serves
+    final: bool = False  # no engine is left, and none will be started
+    current: bool = True  # no engine serves at the moment
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """The process is to take nothing new and to end: after what it has in flight or, `now`, with
-    it."""
+    """Tells the process to accept nothing new and to end.
+
+    `now` aborts its requests in flight; otherwise they are finished first.
+    """
 
     now: bool
 
 
 ToApiProcess = Welcome | Serve | Down | Shutdown | Call | Reply
 
-# From an API process.
+# Messages from an API process.
 
 
 class Using(msgspec.Struct, frozen=True, tag=True):
-    """New requests go to engines up to this one, the youngest of a `Serve`, and to none of those
-    that they have replaced."""
+    """Reports that new requests go to engines up to `generation`, and to none that they replaced.
+
+    `generation` is the newest of a `Serve`.
+    """
 
     generation: int
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The process has nothing in flight on this engine, and never will again."""
+    """Reports that the process has nothing in flight on this engine, and never will again."""
 
     generation: int
 

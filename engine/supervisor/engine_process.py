@@ -1,5 +1,4 @@
-"""EngineProcess: one engine process of a supervisor, from its load to its end; and RestartPolicy,
-whether and when another one follows."""
+"""EngineProcess and RestartPolicy: one engine process of a supervisor, and when to restart it."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from engine.supervisor.control_messages import EngineEndpoint
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between looks at whether it answers
+LOOK_SECONDS = 1.0  # between two checks whether the engine answers
 LONGEST_RESTART_WAIT = 30.0  # seconds
 
 
 class EngineProcess:
-    """`generation` tells it apart from all others that its supervisor started."""
+    """One engine process, from its load to its end; `generation` identifies it."""
 
     def __init__(self, generation: int, config: EngineConfig, engine: str | None = None) -> None:
-        """`engine`: its factory, as ProcessTransport has it."""
+        """Create it without starting; `engine` names its factory, as for ProcessTransport."""
         self.generation = generation
         self.config = config
         self.load_seconds = 0.0
@@ -38,30 +37,31 @@ class EngineProcess:
 
     @property
     def rank(self) -> int:
-        """Its number among those that serve together."""
+        """Its number among the engines that serve together."""
         return self.config.rank
 
     @property
     def serves(self) -> bool:
-        """It is loaded and has not ended."""
+        """Whether it is loaded and has not ended."""
         return self._client.state == "ready" and not self._closing
 
     @property
     def info(self) -> ModelInfo:
-        """Of the loaded model."""
+        """The loaded model's info."""
         assert self._client.info is not None
         return self._client.info
 
     @property
     def endpoint(self) -> EngineEndpoint:
-        """What API processes are told when it is to serve."""
+        """What API processes need to connect to it."""
         return EngineEndpoint(self.generation, self._address)
 
     async def load(self, timeout: float) -> None:
-        """Starts the process and returns when the model is loaded.
+        """Start the process and wait until the model is loaded.
 
         Raises EngineDead after `timeout` seconds or when the process ends, and otherwise the
-        EngineError that says why the model cannot be loaded."""
+        EngineError that says why the model cannot be loaded.
+        """
         begun = time.monotonic()
         await self._client.start()
         self._address = self._transport.address or ""
@@ -74,10 +74,13 @@ class EngineProcess:
         self.load_seconds = time.monotonic() - begun
 
     async def death(self, hang_timeout: float) -> EngineError:
-        """Returns when the process has ended, and why. One that has not answered for
-        `hang_timeout` seconds (0: however long) is killed."""
+        """Wait until the process has ended, and return the reason.
+
+        A process that does not answer for `hang_timeout` seconds is killed; 0: never.
+        """
         look = min(LOOK_SECONDS, hang_timeout)
-        silent = 0.0  # at most `look` a turn: time in which this process stood still is no sign
+        # grows by at most `look` per turn, so that a pause of this process is not counted
+        silent = 0.0
         while hang_timeout and self._client.state != "dead":
             try:
                 await self._client.ping(look)
@@ -98,27 +101,27 @@ class EngineProcess:
         return self._client.death
 
     def forget(self, name: str) -> None:
-        """Aborts what the API process of this name had in flight: it is gone."""
+        """Tell the engine to abort the requests of the API process `name`, which has ended."""
         with contextlib.suppress(EngineDead):
             self._transport.send(Gone(name))
 
     async def close(self) -> None:
-        """Ends the process; what is unfinished is aborted. Idempotent."""
+        """End the process; unfinished requests are aborted. Idempotent."""
         self._closing = True
         await self._client.close()
 
 
 class RestartPolicy:
-    """How often, and how soon, an engine that died is started again.
+    """Decides how often, and how soon, an engine that died is restarted.
 
-    At most `most` starts within `window` seconds; the first at once, the next after 1, 2, 4, ...
-    seconds. What is older than the window is forgotten.
+    Allows at most `most` starts within `window` seconds: the first at once, the next after 1, 2, 4,
+    ... seconds. Starts older than the window are forgotten.
     """
 
     def __init__(self, most: int, window: float) -> None:
         self.most = most
         self.window = window
-        self.total = 0  # ever
+        self.total = 0  # restarts since the beginning
         self._times: deque[float] = deque()
 
     @property
@@ -127,11 +130,11 @@ class RestartPolicy:
         return len(self._times)
 
     def room_in(self, now: float) -> float:
-        """After how many seconds `wait` may allow another start that it has refused."""
+        """Return the seconds until `wait` may allow another start after it has refused one."""
         return max(0.0, self._times[0] + self.window - now) if self._times else self.window
 
     def wait(self, now: float) -> float | None:
-        """Counts one more start and tells how many seconds from now it is due; None: no more."""
+        """Count one more start and return the seconds until it is due; None: not allowed."""
         while self._times and now - self._times[0] >= self.window:
             self._times.popleft()
         if len(self._times) >= self.most:

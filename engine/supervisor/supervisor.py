@@ -1,10 +1,10 @@
 """Supervisor: starts engines for API processes, and keeps them running.
 
-There may be several, of one model, which serve together; each has a rank. One that dies, or that
-has not answered for too long and is killed, is started again, a limited number of times, while the
-others go on; where one of the first cannot be loaded, none serves. A reload loads other engines
-beside those that serve, which then finish what they have in flight, and end. Only orders pass
-through here: API processes talk to engines themselves.
+Several engines of one model may serve together; each has a rank. If one of the first engines cannot
+be loaded, none serves. An engine that dies, or that hangs and is killed, is restarted a limited
+number of times while the others go on. A reload loads new engines beside the serving ones, which
+then finish their requests and end. Only control messages pass through the supervisor: API processes
+have their own connections to engines.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ from engine.supervisor.engine_process import EngineProcess, RestartPolicy
 
 log = logging.getLogger(__name__)
 
-FOR_LONG = 3600.0  # seconds until one is back that is not started again by itself
-USE_SECONDS = 30.0  # for all processes to use other engines; one that hangs holds up no reload
+FOR_LONG = 3600.0  # seconds reported for an engine that is not restarted automatically
+# wait for all processes to use new engines; a hanging process does not block a reload
+USE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorConfig:
-    """When a supervisor steps in; times in seconds."""
+    """When a supervisor restarts or kills engines; times in seconds."""
 
-    restarts: int = 3  # starts of an engine that died, within `window`; 0 = none
+    restarts: int = 3  # restarts of an engine that died, within `window`; 0 = none
     window: float = 600.0
     load_timeout: float = 600.0
-    hang_timeout: float = 120.0  # without an answer of a loaded engine; 0 = for ever
+    hang_timeout: float = 120.0  # kill a loaded engine after this long without an answer; 0 = never
 
 
 class Supervisor:
-    """`run` starts the engines and keeps them; API processes `join` at any time. All methods are
-    called on one event loop."""
+    """Starts engines and restarts those that die (`run`); API processes may `join` at any time.
+
+    All methods are called on one event loop.
+    """
 
     def __init__(
         self,
@@ -59,60 +62,66 @@ class Supervisor:
         fold: Callable[[list[bytes]], bytes] | None = None,
         engine: str | None = None,
     ) -> None:
-        """Starts nothing yet.
+        """Create the supervisor without starting anything.
 
         Args:
-            config: every engine's, but for the rank; `config.engines` says how many there are.
-            supervision: when engines are started again, and killed.
-            check: is awaited with every model before it serves; what it raises (an EngineError) is
-                a failure to load.
-            fold: as of `ApiRegistry`.
-            engine: as of `ProcessTransport`.
+            config: the configuration of every engine, except for its rank; `config.engines` is
+            their number.
+            supervision: when engines are restarted or killed.
+            check: awaited with every model before it serves; an EngineError that it raises counts
+            as a failure to load.
+            fold: as for `ApiRegistry`.
+            engine: as for `ProcessTransport`.
 
         Raises:
-            ConfigError: something that is not allowed where there are so many engines.
+            ConfigError: a setting is not allowed with so many engines.
         """
         config.of_rank(config.engines - 1)
-        self._config = config  # of the engines that serve
+        self._config = config  # of the serving engines
         self._supervision = supervision
         self._check = check
         self._engine = engine
         self._restarts = [
             RestartPolicy(supervision.restarts, supervision.window) for _ in range(config.engines)
         ]
-        # By rank: who serves, or has died and is to be replaced; None: not there yet, or no more.
+        # By rank: the engine that serves, or that has died and is being replaced; None: none.
         self._by_rank: list[EngineProcess | None] = [None] * config.engines
-        self._exhausted: set[int] = set()  # ranks that may be started again later, if others last
-        self._back_at: dict[int, float] = {}  # by rank, when who is missing may be back
-        self._engines: set[EngineProcess] = set()  # all that live: loading, serving, finishing
+        # ranks out of restarts, tried again later if others still serve
+        self._exhausted: set[int] = set()
+        # by rank, when a missing engine may be back (time.monotonic)
+        self._back_at: dict[int, float] = {}
+        self._engines: set[EngineProcess] = set()  # all live engines: loading, serving or finishing
         self._generations = 0
-        self._load_seconds = 1.0  # of the latest one
-        self._over: asyncio.Queue[EngineError] = asyncio.Queue()  # why no engine is left
+        self._load_seconds = 1.0  # duration of the latest load
+        # receives the reason when no engine is left
+        self._over: asyncio.Queue[EngineError] = asyncio.Queue()
         self._reload: asyncio.Task[list[EngineProcess]] | None = None
         self._held = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.api_processes = ApiRegistry(self.reload, self._on_unneeded, fold)
 
     async def run(self) -> EngineError:
-        """Starts the engines, and again those that die; called once. Returns why there is none any
-        more, which API processes have then been told."""
+        """Start the engines and restart those that die; called once.
+
+        Returns the reason why no engine is left; API processes have been told by then.
+        """
         try:
             await self._start_all(self._config)
             error = await self._over.get()
-        except EngineError as failure:  # of the first ones, for which there is no second try
+        except EngineError as failure:  # one of the first engines failed; there is no second try
             error = failure
-        except Exception as unexpected:  # nobody would keep the engines, nor know them
-            log.exception("unexpected error of the supervisor")
+        except Exception as unexpected:  # without a supervisor nobody would keep the engines
+            log.exception("unexpected error in the supervisor")
             error = EngineDead(f"the supervisor has failed: {unexpected}")
         self.api_processes.tell(Down(self._generations, EncodedError.of(error), final=True))
         return error
 
     async def _replace(self, engine: EngineProcess, error: EngineError) -> None:
-        """Returns when another engine serves in its place, or none will."""
+        """Replace an engine that died; return when another serves in its place, or none will."""
         try:
             reason = await self._try_to_replace(engine, error)
         except Exception as unexpected:
-            log.exception("unexpected error of the supervisor")
+            log.exception("unexpected error in the supervisor")
             reason = EngineDead(f"the supervisor has failed: {unexpected}")
         if reason is None or self._by_rank[engine.rank] is not engine:
             return
@@ -121,11 +130,11 @@ class Supervisor:
             self._over.put_nowait(reason)
         else:
             who = self._name(engine.rank)
-            log.error("error: %s%s; the others go on without it", who, reason.message)
+            log.error("error: %s%s; the other engines go on without it", who, reason.message)
             self._tell_serving()
 
     def _is_over(self) -> bool:
-        """Nobody serves, and nobody is being started."""
+        """Return whether no engine serves and none is being started."""
         return all(
             engine is None or rank in self._exhausted for rank, engine in enumerate(self._by_rank)
         )
@@ -133,15 +142,15 @@ class Supervisor:
     async def _try_to_replace(
         self, engine: EngineProcess, error: EngineError
     ) -> EngineError | None:
-        """None, or why none will serve in its place."""
+        """Replace an engine; return None on success, or the reason why none serves in its place."""
         rank = engine.rank
         restarts = self._restarts[rank]
-        allowed = False  # to start another
+        allowed = False  # whether the wait before the next start is over
         while self._by_rank[rank] is engine:
             if self._reload is not None and not self._held:
-                # What is being loaded takes its place: memory may not suffice for a third.
+                # The engine being loaded replaces it; memory may not suffice for a third.
                 who = self._name(rank)
-                log.warning("%s%s; what is being loaded takes its place", who, error.message)
+                log.warning("%s%s; the reload under way replaces it", who, error.message)
                 await asyncio.wait({self._reload})
                 continue
             if allowed and not self._held:
@@ -153,7 +162,7 @@ class Supervisor:
                     continue
                 if self._by_rank[rank] is engine:
                     self._install([another])
-                else:  # a reload was quicker
+                else:  # a reload was faster
                     await self._end(another)
                 continue
             seconds = None if self._held else restarts.wait(time.monotonic())
@@ -173,7 +182,7 @@ class Supervisor:
                 restarts.most,
                 restarts.window,
             )
-            if seconds:  # else that is what is expected already
+            if seconds:  # a restart at once is expected already
                 self._expect(rank, seconds + self._load_seconds)
             self._tell_down(engine, error, seconds + self._load_seconds)
             await asyncio.sleep(seconds)
@@ -181,52 +190,53 @@ class Supervisor:
         return None
 
     def _expect(self, rank: int, seconds: float) -> None:
-        """One of this rank may be there in so many seconds."""
+        """Record that an engine of this rank may be available in `seconds`, and announce it."""
         self._back_at[rank] = time.monotonic() + seconds
         self._tell_serving()
 
     async def _wait_for_restart(self, engine: EngineProcess, spent: EngineDead) -> bool:
-        """Until another may be started in its place, where others serve meanwhile."""
+        """Wait until another start is allowed, if other engines serve; else return False."""
         rank = engine.rank
         self._exhausted.add(rank)
         if self._is_over():
             return False
         seconds = self._restarts[rank].room_in(time.monotonic())
         log.error(
-            "error: %s%s; the others go on, and it is tried again in %.0f s",
+            "error: %s%s; the other engines go on, and the next try is in %.0f s",
             self._name(rank),
             spent.message,
             seconds,
         )
         self._expect(rank, seconds + self._load_seconds)
         await asyncio.sleep(seconds)
-        if self._by_rank[rank] is engine:  # and not one that a reload has brought
+        if self._by_rank[rank] is engine:  # it was not replaced by a reload
             self._exhausted.discard(rank)
         return True
 
     async def reload(self, model: str | None) -> ModelInfo:
-        """Loads a model in engines that take the place of those that serve. One that was begun goes
-        on when its caller is cancelled.
+        """Load a model in engines that replace the serving ones.
+
+        The reload goes on if its caller is cancelled.
 
         Args:
-            model: folder or name; None: the present one again.
+            model: folder or name; None: load the present one again.
 
         Returns:
-            What is known of it, once new requests go there.
+            The model's info, once new requests go to the new engines.
 
         Raises:
             ConfigError, CheckpointError, DeviceError: it cannot be loaded.
-            ReloadUnderWay: another reload is.
-            EngineLoading: no engine serves just now.
+            ReloadUnderWay: another reload is running.
+            EngineLoading: no engine serves at the moment.
             Draining: the server is shutting down.
-            In all these cases the engines that serve go on.
+            In all these cases the serving engines go on.
         """
         if self._held:
-            raise Draining("the server is shutting down and loads no model")
+            raise Draining("the server is shutting down and accepts no reload")
         if self._reload is not None:
-            raise ReloadUnderWay("another reload is under way; one at a time")
+            raise ReloadUnderWay("another reload is under way; only one may run at a time")
         if not self._serving():
-            raise EngineLoading("no engine serves just now, whose place another could take")
+            raise EngineLoading("no engine serves right now, so there is none to replace")
         config = replace(self._config, model=model or self._config.model)
         reload = self._reload = asyncio.create_task(self._start_all(config))
         self._tasks.add(reload)
@@ -234,29 +244,29 @@ class Supervisor:
         try:
             engines = await asyncio.shield(reload)
         except asyncio.CancelledError:
-            if not reload.cancelled():  # who asked for it was; it goes on
+            if not reload.cancelled():  # only the caller was cancelled; the reload goes on
                 raise
-            raise Draining("the server is shutting down; the reload was given up") from None
+            raise Draining("the server is shutting down; the reload was cancelled") from None
         with suppress(TimeoutError):
             async with asyncio.timeout(USE_SECONDS):
                 await self.api_processes.all_use(max(engine.generation for engine in engines))
         return engines[0].info
 
     def _on_reloaded(self, reload: asyncio.Task[list[EngineProcess]]) -> None:
-        """Only now another one may begin, whether or not anybody has waited for this one."""
+        """Allow the next reload, and log a failure that nobody may have waited for."""
         self._tasks.discard(reload)
         self._reload = None
         if not reload.cancelled() and (error := reload.exception()) is not None:
             log.warning("the reload failed: %s", error)
 
     def hold(self) -> None:
-        """From now on no engine takes another's place: the server is shutting down."""
+        """Start and replace no more engines, because the server is shutting down."""
         self._held = True
         if self._reload is not None:
             self._reload.cancel()
 
     async def close(self) -> None:
-        """Ends every engine; what is unfinished there is aborted. `run` is over, or cancelled."""
+        """End every engine, aborting requests; call it when `run` is over or cancelled."""
         self.hold()
         await asyncio.gather(*(self._end(engine) for engine in list(self._engines)))
         tasks = list(self._tasks)
@@ -266,13 +276,13 @@ class Supervisor:
         self.api_processes.close()
 
     def join(self, pipe: ApiPipe) -> str:
-        """Takes in an API process, at any time.
+        """Add an API process; possible at any time.
 
         Args:
             pipe: this side's end of its pipe, open.
 
         Returns:
-            Its name, by which engines know it too.
+            The process's name, which engines use too.
         """
         name = self.api_processes.add(pipe)
         self._tell_serving(name)
@@ -289,12 +299,12 @@ class Supervisor:
     # Engines.
 
     async def _start_all(self, config: EngineConfig) -> list[EngineProcess]:
-        """Loads an engine for every rank, to which new requests go from then on, or none."""
+        """Load an engine for every rank and make all of them serve; if one fails, none does."""
         loads = [asyncio.create_task(self._load(config, rank)) for rank in range(config.engines)]
         try:
             engines = list(await asyncio.gather(*loads))
             if len({engine.info.fingerprint for engine in engines}) > 1:
-                raise CheckpointError(f"{config.model} was changed while it was loaded")
+                raise CheckpointError(f"{config.model} was changed while it was being loaded")
         except BaseException:
             for load in loads:
                 load.cancel()
@@ -307,7 +317,7 @@ class Supervisor:
         return engines
 
     async def _load(self, config: EngineConfig, rank: int) -> EngineProcess:
-        """An engine that has loaded its model. Raises EngineError."""
+        """Start an engine and wait until it has loaded its model. Raises EngineError."""
         self._generations += 1
         engine = EngineProcess(self._generations, config.of_rank(rank), self._engine)
         self._engines.add(engine)
@@ -323,16 +333,16 @@ class Supervisor:
         return engine
 
     def _check_same_model(self, engine: EngineProcess, config: EngineConfig) -> None:
-        """Raises CheckpointError for another model than those have that it is to serve with."""
+        """Raise CheckpointError if the engine's model differs from that of the serving engines."""
         others = self._serving() if config is self._config else []
         if others and engine.info.fingerprint != others[0].info.fingerprint:
             raise CheckpointError(
-                f"{config.model} is another model now than the one that other engines serve; "
-                "a reload loads it everywhere"
+                f"{config.model} has changed: other engines serve another version of it; "
+                "use a reload to load it in all engines"
             )
 
     def _install(self, engines: list[EngineProcess]) -> None:
-        """They serve from now on, in the place of those that had their ranks."""
+        """Make these engines serve in place of those that had their ranks."""
         replaced = [self._by_rank[engine.rank] for engine in engines]
         for engine in engines:
             self._by_rank[engine.rank] = engine
@@ -344,7 +354,7 @@ class Supervisor:
                 self._on_unneeded(old.generation)
 
     def _name(self, rank: int) -> str:
-        """What messages about one of several begin with."""
+        """Return the prefix for messages about one of several engines."""
         engines = len(self._by_rank)
         return f"engine {rank} of {engines}: " if engines > 1 else ""
 
@@ -352,7 +362,7 @@ class Supervisor:
         return [engine for engine in self._by_rank if engine is not None and engine.serves]
 
     def _tell_serving(self, only: str | None = None) -> None:
-        """Tells all API processes, or one, which engines serve, if any does."""
+        """Tell all API processes, or only one, which engines serve; do nothing if none does."""
         serving = self._serving()
         if not serving:
             return
@@ -366,21 +376,21 @@ class Supervisor:
         self.api_processes.serve(Serve(endpoints, serving[0].info, restarts, waits), only)
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """Sees to what an engine leaves that ends by itself."""
+        """Wait for an engine to die, then report and replace it."""
         error = await engine.death(self._supervision.hang_timeout)
         if engine not in self._engines:
-            return  # it was ended here
-        # At once: whatever comes next, what API processes have in flight there is lost.
+            return  # it was ended on purpose
+        # Report it at once: its requests in flight are lost in any case.
         self._tell_down(engine, error, self._load_seconds)
         if engine in self._by_rank:
             self._expect(engine.rank, self._load_seconds)
             self._spawn(self._replace(engine, error))
         else:
-            log.error("error: %s, while it finished what it had", error.message)
+            log.error("error: %s, while it finished its last requests", error.message)
         await self._end(engine)
 
     def _on_unneeded(self, generation: int) -> None:
-        """No API process has anything in flight on this engine."""
+        """End an engine that was replaced and on which no API process has requests."""
         for engine in self._engines:
             if engine.generation == generation and engine not in self._by_rank:
                 self._spawn(self._end(engine))
@@ -390,7 +400,10 @@ class Supervisor:
         await engine.close()
 
     def _tell_down(self, engine: EngineProcess, error: EngineError, seconds: float) -> None:
-        """With how many seconds it may take until another serves, unless one does."""
+        """Report an engine's end to all API processes.
+
+        `seconds` is the time until another may serve; it is sent only if none serves now.
+        """
         current = engine in self._by_rank and not self._serving()
         encoded = EncodedError(error.code, error.message, retry_after=seconds if current else None)
         self.api_processes.tell(Down(engine.generation, encoded, current=current))
@@ -403,4 +416,4 @@ class Supervisor:
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("unexpected error of the supervisor", exc_info=task.exception())
+            log.error("unexpected error in the supervisor", exc_info=task.exception())

@@ -1,7 +1,7 @@
-"""SupervisorClient: an API process's end of a supervisor, and its connections to the engines that
-it is told of. What happens comes as events, one after the other.
+"""SupervisorClient: an API process's link to the supervisor, and its connections to engines.
 
-A single API process has the supervisor in itself, and a LocalSupervisorClient, which runs that.
+Everything that happens is delivered as a sequence of events. A single API process runs the
+supervisor itself, through a LocalSupervisorClient.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GATHER_SECONDS = 10.0  # for the supervisor to tell the metrics of other processes
+GATHER_SECONDS = 10.0  # wait for the supervisor to report the metrics of other processes
 
 
 @dataclass(frozen=True)
 class Serving:
-    """New requests are to go here: say so by `use`."""
+    """Event: new requests must go to `backend`; confirm by calling `use`."""
 
     backend: EngineBackend  # connected
-    generations: tuple[int, ...]  # of the engines that it stands for
-    restarts: int = 0  # so far, of engines that died
+    generations: tuple[int, ...]  # of the engines behind `backend`
+    restarts: int = 0  # restarts so far of engines that died
 
 
 @dataclass(frozen=True)
 class Restarting:
-    """The engine has ended, for this reason, which tells when there may be another."""
+    """Event: no engine serves now; `error` says why, and when another may."""
 
     error: EngineError
 
 
 @dataclass(frozen=True)
 class NoEngine:
-    """There is no engine, and will be none."""
+    """Event: no engine is left, and none will be started."""
 
     error: EngineError
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The process is to end: after what it has in flight or, `now`, with it."""
+    """Event: the process must end, after its requests in flight or, with `now`, at once."""
 
     now: bool
 
@@ -78,58 +78,60 @@ Event: TypeAlias = Serving | Restarting | NoEngine | Stop
 
 
 class SupervisorClient:
-    """What an API process knows of its engines. All methods are called on one event loop: `start`
-    first, `close` last, `next` by one task."""
+    """An API process's view of its engines.
+
+    All methods are called on one event loop: `start` first, `close` last, `next` by one task.
+    """
 
     def __init__(self, pipe: Pipe[ToApiProcess, FromApiProcess]) -> None:
-        """`pipe`: this side's end, not opened yet."""
+        """Create the client; `pipe` is this side's end, not opened yet."""
         self._pipe = pipe
         self._name = ""
         self._connections: dict[int, tuple[EngineClient, SocketTransport]] = {}  # by generation
-        self._lost: set[int] = set()  # generations of engines that have ended by themselves
+        self._lost: set[int] = set()  # generations of engines that ended by themselves
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._router: EngineRouter | None = None  # the latest
+        self._router: EngineRouter | None = None  # the latest router
         self._calls = PendingCalls(pipe.send)
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._collect: Callable[[], bytes] = bytes
 
     async def start(self, collect: Callable[[], bytes] = bytes) -> None:
-        """Begins to listen.
+        """Open the pipe and start reading messages.
 
         Args:
-            collect: gives this process's metrics, packed; called whenever they are asked for.
+            collect: returns this process's metrics, packed; called whenever they are requested.
         """
         self._collect = collect
         await self._pipe.open()
         self._reader = asyncio.create_task(self._read())
 
     async def next(self) -> Event:
-        """Waits for what happens next; after NoEngine nothing does."""
+        """Wait for the next event; none follows NoEngine."""
         return await self._events.get()
 
     def use(self, generation: int) -> None:
-        """Says that new requests go to engines up to this one, the youngest of a `Serving`."""
+        """Report that new requests go to engines up to `generation`, the newest of a `Serving`."""
         self._pipe.send(Using(generation))
 
     async def leave(self, generation: int) -> None:
-        """Disconnects from an engine on which nothing is in flight, nor will be again."""
+        """Disconnect from an engine on which nothing is in flight, or ever will be."""
         connection = self._connections.pop(generation, None)
         if connection is not None:
             await connection[0].close()
         self._pipe.send(Left(generation))
 
     async def reload(self, model: str | None) -> ModelInfo:
-        """Loads a model in engines that take the place of those that serve.
+        """Load a model in engines that replace the serving ones.
 
         Args:
-            model: folder or name; None: the present one again.
+            model: folder or name; None: load the present one again.
 
         Returns:
-            What is known of it, once new requests of all API processes go there.
+            The model's info, once new requests of all API processes go to the new engines.
 
         Raises:
-            EngineError: as Supervisor.reload; EngineDead where the supervisor has ended.
+            EngineError: as Supervisor.reload; EngineDead if the supervisor has ended.
         """
         reply = await self._ask("reload", model=model)
         if reply.error is not None:
@@ -138,14 +140,14 @@ class SupervisorClient:
         return reply.info
 
     async def gather(self, own: bytes) -> list[bytes]:
-        """The metrics of all other processes, those that are no more included.
+        """Return the metrics of all other processes, including those that have ended.
 
         Args:
-            own: this process's, which others will be told.
+            own: this process's metrics, to be reported to others.
 
         Raises:
             EngineUnavailable: the supervisor does not answer within GATHER_SECONDS.
-            EngineDead: it has ended.
+            EngineDead: the supervisor has ended.
         """
         try:
             async with asyncio.timeout(GATHER_SECONDS):
@@ -154,10 +156,10 @@ class SupervisorClient:
             raise EngineUnavailable("the supervising process does not answer") from None
 
     def hold(self) -> None:
-        """The server is shutting down: no engine is to be started any more."""
+        """Start no more engines, because the server is shutting down."""
 
     async def close(self) -> None:
-        """Leaves all engines and the supervisor."""
+        """Disconnect from all engines and the supervisor."""
         for generation in list(self._connections):
             await self.leave(generation)
         self._pipe.close()
@@ -179,7 +181,7 @@ class SupervisorClient:
                 try:
                     await self._handle(message)
                 except Exception:
-                    log.exception("an order of the supervisor could not be carried out")
+                    log.exception("a message from the supervisor could not be handled")
         except EOFError:
             error = EngineDead("the supervising process has ended")
         self._calls.close(error)
@@ -193,7 +195,7 @@ class SupervisorClient:
                 await self._connect(message)
             case Down():
                 self._lose(message)
-            case Call():  # "collect"; there is no other in this direction
+            case Call():  # "collect", the only call in this direction
                 self._pipe.send(Reply(message.id, samples=[self._collect()]))
             case Reply():
                 self._calls.resolve(message)
@@ -233,14 +235,15 @@ class SupervisorClient:
 
 
 def remote_supervisor(descriptor: int) -> SupervisorClient:
-    """A client of the supervisor in the process that started this one (`ApiProcessPool`), which
-    left the end of a pipe open here, under this file descriptor."""
+    """Return a client of the supervisor in the parent process (`ApiProcessPool`).
+
+    `descriptor` is the inherited file descriptor of this process's end of the pipe.
+    """
     return SupervisorClient(SocketPipe(socket.socket(fileno=descriptor), ToApiProcess))
 
 
 class LocalSupervisorClient(SupervisorClient):
-    """The one client of a supervisor in the same process, which it runs from its start to its
-    end."""
+    """The only client of a supervisor in the same process; it runs the supervisor."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -255,7 +258,7 @@ class LocalSupervisorClient(SupervisorClient):
         self._running = asyncio.create_task(self._supervisor.run())
 
     async def gather(self, own: bytes) -> list[bytes]:
-        """There are no other processes."""
+        """Return nothing, because there are no other processes."""
         return []
 
     def hold(self) -> None:

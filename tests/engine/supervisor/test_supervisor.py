@@ -395,7 +395,7 @@ async def test_a_process_that_ends_again_and_again_is_given_up(
     command = Command("no.such.module", (), b"", ())
     processes = ApiProcessPool(supervisor, [command, command], hang=0)
     await asyncio.wait_for(processes.keep(), 60)
-    assert "ends again and again (exit code 1)" in caplog.text
+    assert "keeps ending right after its start (exit code 1)" in caplog.text
     await asyncio.wait_for(processes.finish(5), 60)
     await supervisor.close()
 
