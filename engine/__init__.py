@@ -1,1 +1,1 @@
-"""The engine: token ids in, token ids out; knows no text and no HTTP."""
+"""The engine: generates token ids from token ids; knows neither text nor HTTP."""

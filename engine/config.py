@@ -1,7 +1,7 @@
 """ModelConfig (a checkpoint's config.json) and EngineConfig (how one engine runs); both frozen.
 
-A value that is out of range, of the wrong type or in contradiction to another raises ConfigError,
-which names the field and says what is allowed. Nothing here imports torch.
+A value that is out of range, has the wrong type or contradicts another one raises ConfigError,
+which names the field and says what is allowed. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DtypeName = Literal["float32", "bfloat16", "float16"]
 StateSync = Literal["write", "fsync"]
 Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 
-# The scans combine carries at multiples of this many tokens, counted from where a call starts
-# reading a sequence; prompt chunks that end at such multiples leave every bit as it would be. It is
-# the operators' kScanChunk: engine.ops does not load a library that has another one.
+# Token interval at which the scans combine carries, counted from where a call starts reading a
+# sequence. Cutting prompts at its multiples leaves every bit of the result unchanged. It equals
+# kScanChunk of the C++ operators; engine.ops refuses to load a library with another value.
 SCAN_CHUNK = 128
 
-MOST_ENGINES = 256  # of one server
-MOST_TTL = 1e9  # seconds that a kept state may be asked to stay
+MOST_ENGINES = 256  # the most engines of one server
+MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 
-MOST_EOS_IDS = 128  # tokens that end a text of one model
+MOST_EOS_IDS = 128  # the most end-of-text tokens of one model
 
 
 def _check(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -46,7 +46,10 @@ def _is_number(value: object) -> bool:
 
 
 def _check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
-    """Each row: a field, the least and the most that it may be, and whether None is allowed too."""
+    """Check fields that must be integers.
+
+    Each row of `table`: field name, least value, largest value, whether None is allowed as well.
+    """
     for name, least, most, optional in table:
         value = getattr(config, name)
         _check(
@@ -59,7 +62,7 @@ def _check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one language model (see engine/models/minrnn/lm.py for what each field builds).
+    """The shape of one language model; engine/models/minrnn/lm.py shows what each field builds.
 
     Raises ConfigError for values that no model can have.
     """
@@ -69,24 +72,26 @@ class ModelConfig:
     d_model: int
     n_layers: int
     expansion: float = 2.0  # inner width = int(d_model * expansion)
-    out_projection: bool = True  # inner -> d_model; may be False only where they are equal
-    conv_kernel: int = 0  # causal depthwise-separable convolution before the cell; 0 = none
+    # project inner -> d_model; may be False only where the two are equal
+    out_projection: bool = True
+    # taps of the causal depthwise-separable convolution before the cell; 0 = none
+    conv_kernel: int = 0
     mlp_ratio: float = 4.0  # hidden width = int(d_model * mlp_ratio); 0 = no MLP
-    cell_bias: bool = False  # of the gate and candidate projection
-    out_bias: bool = False  # of the out projection
+    cell_bias: bool = False  # bias of the gate and candidate projections
+    out_bias: bool = False  # bias of the out projection
     mlp_bias: bool = True
     conv_bias: bool = True
     head_bias: bool = False
     candidate: Candidate = "g"
-    normalize_gates: bool = True  # minLSTM: f' + i' = 1
+    normalize_gates: bool = True  # minLSTM: scale the gates so that f' + i' = 1
     learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
-    # What ends a text, each by itself; the first one also begins it. A list in the file.
+    # Token ids that end a text. The first one also begins it. A list in config.json.
     eos_token_id: int | tuple[int, ...] | None = None
-    dtype: DtypeName = "bfloat16"  # of the stored weights, of those that are not quantised
-    # Of the matrices, one scale per row (engine/models/quantize.py); a tied embedding is one of
-    # them.
+    dtype: DtypeName = "bfloat16"  # type of the stored weights that are not quantized
+    # Format of the weight matrices, with one scale per row (engine/models/quantize.py). A tied
+    # embedding counts as a matrix. None: not quantized.
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -137,7 +142,7 @@ class ModelConfig:
             self.out_projection,
             "true, unless expansion is 1",
         )
-        if isinstance(self.eos_token_id, list):  # as JSON has it
+        if isinstance(self.eos_token_id, list):  # JSON has no tuples
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         _check(
@@ -150,12 +155,12 @@ class ModelConfig:
         )
 
     def _has(self, token: object) -> bool:
-        """Whether it is a token's id."""
+        """Return whether `token` is a valid token id."""
         return _is_int(token) and 0 <= token < self.vocab_size  # type: ignore[operator]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All of them, each once; the first one stands for them where there can be only one."""
+        """All end-of-text ids without duplicates; the first one is used where only one can be."""
         if self.eos_token_id is None:
             return ()
         if isinstance(self.eos_token_id, int):
@@ -169,7 +174,7 @@ class ModelConfig:
 
     @property
     def gates(self) -> int:
-        """Pre-activations per channel: minGRU k, v; minLSTM f, i, v."""
+        """Pre-activations per channel: 2 for minGRU (k, v), 3 for minLSTM (f, i, v)."""
         return 2 if self.cell == "mingru" else 3
 
     @property
@@ -178,20 +183,20 @@ class ModelConfig:
 
     @property
     def conv_shape(self) -> tuple[int, int, int] | None:
-        """Of the inputs that a sequence's state holds: layers, taps - 1, d_model."""
+        """Shape of the state's convolution part: (layers, taps - 1, d_model), or None."""
         if not self.conv_kernel:
             return None
         return self.n_layers, self.conv_kernel - 1, self.d_model
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's state: fp32, whatever its length."""
+        """Bytes of one sequence's fp32 state, which does not depend on its length."""
         conv = (self.conv_kernel - 1) * self.d_model if self.conv_kernel else 0
         return 4 * self.n_layers * (self.inner + conv)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """The config that a config.json's object describes. Raises ConfigError."""
+        """Make a config from the object in a config.json. Raises ConfigError."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known - {"model_type"})
         if unknown:
@@ -210,7 +215,7 @@ class ModelConfig:
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Reads a config.json. Raises ConfigError, with the path in front of what is wrong."""
+        """Read a config.json. Raises ConfigError; its message begins with the path."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -225,54 +230,60 @@ class ModelConfig:
             raise ConfigError(f"{path}: {error.message}", param=error.param) from error
 
     def save(self, path: Path) -> None:
-        """Writes config.json."""
+        """Write the config as a config.json."""
         text = json.dumps({"model_type": "minserve", **dataclasses.asdict(self)}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine runs. None means: chosen for the device (see `Engine`). Raises ConfigError."""
+    """How one engine runs; raises ConfigError for bad values.
+
+    None means that a value is chosen for the device (engine.device.resolve).
+    """
 
     model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
-    dtype: str = "auto"  # or "auto": as stored, where the device computes with that
-    quantize: str = "none"  # at load: a Quantization, or "none" (the checkpoint as it is)
+    dtype: str = "auto"  # or "auto": as stored, if the device computes in that type
+    # quantization at load: "int8", "fp8", or "none" (the checkpoint as it is)
+    quantize: str = "none"
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step
-    max_waiting: int = 4096  # waiting requests; one more is refused
-    max_waiting_tokens: int = 2**26  # prompt tokens of waiting requests; likewise
-    share_slots: int = 64  # rows of the state pool, on the device, for cached and kept states
-    # Bytes of main memory for cached and kept states that have no such row; None = a quarter of
-    # what is free, at most 4 GiB. Taken as it is needed.
+    max_waiting: int = 4096  # waiting requests; more are refused
+    max_waiting_tokens: int = 2**26  # prompt tokens of waiting requests; more are refused
+    share_slots: int = 64  # state pool rows on the device for cached and kept states
+    # Bytes of host memory for cached and kept states without a pool row; None = a quarter of the
+    # free memory, at most 4 GiB. Allocated as needed.
     host_state_bytes: int | None = None
-    # Where kept states lie as files too, so that they survive a restart; None = nowhere.
+    # Folder for files of kept states, which then survive a restart; None = memory only.
     state_folder: str | None = None
-    # What "stored there" means: the file is written ("write"), or is on the disk itself ("fsync").
+    # When a state counts as stored: once its file is written ("write") or synced ("fsync").
     state_sync: str = "write"
-    disk_state_bytes: int = 2**36  # that the files there may have; 0 = none, states are in memory
-    disk_cache_bytes: int = 0  # of cached states there, beside the kept ones; 0 = none
-    state_ttl: float = 86400.0  # seconds after its last use that a kept state is forgotten
+    # the most bytes of state files; 0 = no files, states stay in memory
+    disk_state_bytes: int = 2**36
+    # bytes of cached states in the folder, beside the kept ones; 0 = none
+    disk_cache_bytes: int = 0
+    state_ttl: float = 86400.0  # seconds after its last use until a kept state expires
     max_states: int = 2**17  # kept states of one owner; more are refused
-    # CPU threads of the engine; None = its part of what the container may use
+    # CPU threads of the engine; None = its share of the CPUs that the container may use
     threads: int | None = None
     cuda_graphs: bool = True
-    # A sequence's logits are the same bits in any company and wherever its prompt is split.
+    # Make logits bitwise independent of the batch and of where the prompt is split.
     deterministic: bool = False
-    # Where what autotuning measured on a GPU is kept for the next start: "auto" (the user's cache
-    # folder), "off" (nowhere) or a folder.
+    # Where GPU autotuning results are kept for the next start: "auto" (the user's cache folder),
+    # "off" (nowhere) or a folder.
     tuning_cache: str = "auto"
-    # One server may have several engines, which serve the same model; all else here is each one's.
+    # Number of engines of one server, all with the same model. Other limits are per engine.
     engines: int = 1
-    rank: int = 0  # of this one among them, from 0; on GPUs its device's number too
+    rank: int = 0  # index of this engine, from 0; on GPUs also its device number
 
     def of_rank(self, rank: int) -> EngineConfig:
-        """Another one's, of the same server. Raises ConfigError."""
+        """Return the config of another engine of the same server. Raises ConfigError."""
         return dataclasses.replace(self, rank=rank)
 
     @property
     def quantization(self) -> Quantization | None:
-        """`quantize`, None for "none"."""
+        """`quantize` as an optional: None for "none"."""
         return None if self.quantize == "none" else cast(Quantization, self.quantize)
 
     def __post_init__(self) -> None:
@@ -299,7 +310,7 @@ class EngineConfig:
             self.engines == 1 or self.device in ("auto", "cpu", "cuda", f"cuda:{self.rank}"),
             "device",
             self.device,
-            '"auto", "cpu" or "cuda" with several engines, of which each has a GPU of its own',
+            '"auto", "cpu" or "cuda" with several engines, each of which uses its own GPU',
         )
         _check(
             self.dtype == "auto" or self.dtype in get_args(DtypeName),
@@ -369,10 +380,10 @@ class EngineConfig:
             or self.max_step_tokens >= SCAN_CHUNK,
             "max_step_tokens",
             self.max_step_tokens,
-            f"at least {SCAN_CHUNK} with deterministic: prompts are split at its multiples",
+            f"at least {SCAN_CHUNK} with deterministic, which cuts prompts at its multiples",
         )
 
 
 def host_rows(config: EngineConfig, *, state_bytes: int, vocab_size: int) -> int:
-    """How many states, with the logits after them, `host_state_bytes`, which is chosen, holds."""
+    """Return how many states, each with its logits, fit in the chosen `host_state_bytes`."""
     return (config.host_state_bytes or 0) // (state_bytes + 4 * vocab_size)

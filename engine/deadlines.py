@@ -1,6 +1,7 @@
-"""Deadlines: items by the time at which they are due, nearly all of which leave before that.
+"""Deadlines: items sorted by due time, nearly all of which are removed before it.
 
-They lie by whole seconds, not in a heap, so that to come and to leave costs a look-up.
+Items are kept in buckets of one second rather than in a heap, so that adding and removing one costs
+a dictionary look-up.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ T = TypeVar("T")
 
 
 class Deadlines(Generic[T]):
-    """Hashable items; times are seconds of any one monotonic clock."""
+    """A set of hashable items with due times, in seconds of any one monotonic clock."""
 
     def __init__(self) -> None:
-        self._by_second: dict[int, dict[T, float]] = {}  # none is empty
-        self._first = 0  # there is none before, if there is any
+        self._by_second: dict[int, dict[T, float]] = {}  # no bucket is empty
+        self._first = 0  # no bucket is earlier than this
 
     def put(self, item: T, due: float) -> None:
-        """Takes in an item that is not in."""
+        """Add an item that is not in the set."""
         second = int(due)
         others = self._by_second.get(second)
         if others is None:
@@ -27,13 +28,13 @@ class Deadlines(Generic[T]):
         others[item] = due
 
     def discard(self, item: T, due: float) -> None:
-        """Takes an item out, if it is in; `due` is what it came with."""
+        """Remove an item if it is in the set; `due` must be the value it was added with."""
         others = self._by_second.get(int(due))
         if others is not None and others.pop(item, None) is not None and not others:
             del self._by_second[int(due)]
 
     def overdue(self, now: float) -> list[T]:
-        """Those whose time is over, the most overdue first; they stay in."""
+        """Return the items that are due, the most overdue first, without removing them."""
         if not self._by_second:
             return []
         last, found = int(now), []

@@ -1,4 +1,4 @@
-"""What the machine offers: the device and type to run in, CPU threads, free memory.
+"""What the machine offers: device, data type, CPU threads and free memory.
 
 Resolves the None and "auto" values of EngineConfig.
 """
@@ -21,24 +21,25 @@ from engine.ops import library
 
 log = logging.getLogger(__name__)
 
-# Prompt tokens per step: enough to fill the device, few enough that decode rows which share the
-# step do not wait long for their token. A processor is as quick with a chunk as with many.
+# Default prompt tokens per step: enough to fill the device, but few enough that decode rows in the
+# same step get their token soon. A CPU is no faster with more than one chunk.
 STEP_TOKENS = {"cpu": SCAN_CHUNK, "cuda": 8192}
 
-MOST_HOST_STATE_BYTES = 2**32  # unless more is asked for
+MOST_HOST_STATE_BYTES = 2**32  # the most for the default
 
 _CGROUP = Path("/sys/fs/cgroup")
-_NATIVE_BFLOAT16 = "avx512_bf16", "amx"  # instruction sets
-_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # there when NVIDIA's driver runs
+_NATIVE_BFLOAT16 = "avx512_bf16", "amx"  # instruction sets of library.cpu_isa()
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # exists if NVIDIA's driver is loaded
 
 
 def resolve(config: EngineConfig, checkpoint_dtype: str) -> EngineConfig:
-    """`config` with every open choice made.
+    """Return `config` with all "auto" and None values chosen for this machine.
 
-    device "auto" is the GPU where there is one that the extension holds code for, else the CPU;
-    dtype "auto" is as resolve_dtype() has it. Of several engines each has a GPU of its own, or its
-    part of the processors and of main memory. Raises DeviceError when a GPU is asked for that
-    cannot be used.
+    - device "auto": the GPU if there is one that the extension has code for, else the CPU.
+    - dtype "auto": see resolve_dtype().
+    - With several engines each gets its own GPU, or its share of the CPUs and of host memory.
+
+    Raises DeviceError if a GPU is requested that cannot be used.
     """
     device = resolve_device(config.device, config.rank if config.engines > 1 else None)
     return dataclasses.replace(
@@ -59,27 +60,32 @@ def _host_state_bytes(config: EngineConfig) -> int:
 
 
 def resolve_device(name: str, rank: int | None = None) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:N" -> the device. `rank`: of one of several engines; its GPU
-    is the one of this number, and no other is touched. Raises DeviceError, which says the mend."""
+    """Choose the device for "auto", "cpu", "cuda" or "cuda:N".
+
+    `rank` is the index of one of several engines; it uses the GPU with this number and touches no
+    other. Raises DeviceError, which says what to do.
+    """
     if name == "cpu":
         return torch.device("cpu")
     index = rank if name in ("auto", "cuda") else torch.device(name).index
     problem = _why_no_gpu(index or 0)
     if problem is None:
         return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    # Engines on different devices would not be one server.
+    # Engines on different kinds of devices could not serve together.
     others_may = rank is not None and torch.cuda.is_available() and library.has_cuda_kernels()
     if name != "auto" or others_may:
         who = "" if rank is None else f" for engine {rank} of several"
         raise DeviceError(f"device {name!r} cannot be used{who}: {problem}", param="device")
     if torch.cuda.is_available() or _DRIVER_GPUS.is_dir():
-        log.warning("running on the CPU although a GPU is there: %s", problem)
+        log.warning("running on the CPU although the machine has a GPU: %s", problem)
     return torch.device("cpu")
 
 
 def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str:
-    """ "auto" -> `checkpoint_dtype`, or float32 on a processor that has no instructions for it; any
-    other name stays."""
+    """Choose the data type for `name`; "auto" is `checkpoint_dtype` if the device computes in it.
+
+    On a CPU without bfloat16 instructions "auto" is float32.
+    """
     if name != "auto":
         return name
     native = checkpoint_dtype == "bfloat16" and library.cpu_isa() in _NATIVE_BFLOAT16
@@ -87,24 +93,24 @@ def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str
 
 
 def _why_no_gpu(index: int) -> str | None:
-    """Why the GPU of this number cannot be used, with the mend; None when it can."""
+    """Return why the GPU with this number cannot be used, and what to do; None if it can."""
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
-            return "this PyTorch is built without CUDA; install one that is built with it"
+            return "this PyTorch is built without CUDA; install a CUDA build of PyTorch"
         return "PyTorch finds no NVIDIA GPU; check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
     count = torch.cuda.device_count()
     if index >= count:
-        return f"there are {count} GPUs, numbered from 0"
+        return f"this machine has {count} GPUs, numbered from 0"
     if not library.has_cuda_kernels():
         return (
-            "the installed extension holds no CUDA code; install the CUDA toolkit (nvcc) and "
+            "the installed extension contains no CUDA code; install the CUDA toolkit (nvcc) and "
             "build again with MINSERVE_CUDA=ON"
         )
     return _why_no_code(torch.device("cuda", index))
 
 
 def _why_no_code(device: torch.device) -> str | None:
-    """Runs one kernel: the extension may have been built for other architectures only."""
+    """Run one kernel, to see whether the extension was built for this GPU; None if it runs."""
     try:
         with torch.cuda.device(device):
             ones = torch.ones(1, 1, 1, device=device)
@@ -121,7 +127,7 @@ def _why_no_code(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> str:
-    """The device's name for people: the GPU's product name or the processor's."""
+    """Return the device's product name: the GPU's, or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     for line in _lines(Path("/proc/cpuinfo")):
@@ -131,14 +137,14 @@ def describe(device: torch.device) -> str:
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, bounded by the container's quota."""
+    """Return how many CPUs this process may use: its affinity, bounded by the container's quota."""
     allowed = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def available_memory(device: torch.device) -> int:
-    """Free bytes of the GPU, or of main memory within the container's limit."""
+    """Return the free bytes of the GPU, or of host memory within the container's limit."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
@@ -153,7 +159,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def _cpu_quota() -> float | None:
-    """The control group's limit in CPUs (cgroup version 2, else 1); None without a limit."""
+    """Return the cgroup's CPU limit (version 2, else 1); None without a limit."""
     fields = " ".join(_lines(_CGROUP / "cpu.max")).split()  # "max 100000" or "150000 100000"
     if len(fields) != 2:
         fields = [
@@ -167,7 +173,7 @@ def _cpu_quota() -> float | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file of the kernel's; none where it does not exist."""
+    """Return the lines of a kernel file; none if it does not exist."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

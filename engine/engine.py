@@ -1,24 +1,24 @@
 """Engine: one model's scheduler and runner, advanced round by round.
 
-A round is planned, started, finished and committed. Where the runner's device works by itself, the
-next round is started before this one's results are awaited, unless the host has a part in sampling
-for both: while the device goes on, the host takes in messages, commits, and sends what the round
-brought.
+A round is planned, started, finished and committed. On a device that works asynchronously the next
+round is started before the current one's results are awaited, unless the host takes part in
+sampling for both. While the device works, the host receives messages, commits, and sends the events
+of the last round.
 
-When the runner raises, the sequences that took part in the round fail, those of a round started
-after it too, and the engine lives on. A lost device (DeviceLost) is lost to the process for good:
-every request fails and the engine is `broken`; its process has to end.
+If the runner raises, the sequences of that round fail, and those of a round started after it; the
+engine goes on. After DeviceLost every request fails and the engine is `broken`; its process must
+end.
 
 Invariants:
 
 - Rounds are started, finished and committed in the order in which they were planned. At most two
   are started and not finished.
 - Plan N+1 may be made and started before round N is finished. If round N fails, round N+1 fails
-  too, whatever it brought.
+  too, whatever its result.
 - A plan is started only if it is not empty.
-- Messages are taken in only between two calls of the scheduler, never within one.
-- No method raises on account of a request.
-- Once `broken` is set, no request is in flight and none is taken.
+- Messages are received only between two calls of the scheduler, never within one.
+- No method raises because of a request.
+- Once `broken` is set, no request is in flight and none is accepted.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from engine.structured_output.grammar_cache import GrammarCache
 
 log = logging.getLogger(__name__)
 
-# How long messages are taken in, and how often looked for, while a round is awaited that the device
-# works on by itself. After that the host waits for it alone, and answers nobody: a device that
-# hangs is to be noticed.
+# While an asynchronous round runs, messages are received for up to LOOK_SECONDS, polling every
+# NAP_SECONDS. After that the host blocks on the device and answers nobody, so that the supervisor
+# notices a device that hangs.
 LOOK_SECONDS = 0.05
 NAP_SECONDS = 20e-6
-# Between looks for messages, while a grammar or the disk is all that there is to wait for.
+# Poll interval for messages while only grammars or the disk are being waited for.
 WAIT_SECONDS = 0.005
-STORE_SECONDS = 2.0  # at the end, for states that somebody waits for to be written
+STORE_SECONDS = 2.0  # at shutdown, wait for states that clients expect to be written
 
 
 class PlanRunner(Protocol):
-    """What the engine needs of a runner: engine.runner.model_runner.ModelRunner, or a test's own.
+    """What the engine needs of a runner: ModelRunner, or a fake in tests.
 
-    Per round: `start`, then `finish`, in the order of the plans.
+    For each round it calls `start`, then `finish`, in the order of the plans.
     """
 
     @property
@@ -68,41 +68,45 @@ class PlanRunner(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """With `max_step_tokens` chosen."""
+        """The engine's config, with `max_step_tokens` chosen."""
 
     @property
     def most_steps(self) -> int:
-        """Decode steps of a round at most; 1 where the host has a part in all sampling."""
+        """The most decode steps in a round; 1 if the host takes part in all sampling."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether `start` returns before the work is done, and may be called for the next plan
-        before `finish`."""
+        """Whether `start` returns before the work is done.
+
+        If so, it may be called for the next plan before `finish`.
+        """
 
     @property
     def grammars(self) -> GrammarCache | None:
-        """The model's; None where requests cannot have one."""
+        """The model's grammars; None if requests cannot have one."""
 
     def start(self, plan: StepPlan) -> Any:
-        """Begins a round. Returns what `is_done` and `finish` take. Raises what the device does."""
+        """Start a round and return a handle for `is_done` and `finish`. Raises device errors."""
 
     def is_done(self, pending: Any) -> bool:
-        """Whether `finish` would return without waiting."""
+        """Return whether `finish` would return without waiting."""
 
     def finish(self, pending: Any) -> StepResult:
-        """Waits for the oldest round that was started. Raises what the device does."""
+        """Wait for the oldest started round and return its result. Raises device errors."""
 
 
 class Engine:
-    """Token ids in, token ids out; not thread-safe: one thread makes all calls.
+    """Generates token ids for requests of token ids; not thread-safe: one thread makes all calls.
 
-    A client is any hashable value that tells API processes apart; request ids are unique within
-    their client. No method raises on account of a request.
+    A client is any hashable value that identifies an API process; request ids are unique within
+    their client. No method raises because of a request.
     """
 
     def __init__(self, runner: PlanRunner, clock: Callable[[], float] = time.monotonic) -> None:
-        """`runner` has its model loaded; `clock` gives seconds. Raises ConfigError where the
-        state folder cannot be used."""
+        """Create an engine from a runner whose model is loaded.
+
+        `clock` returns seconds. Raises ConfigError if the state folder cannot be used.
+        """
         self._runner = runner
         self._clock = clock
         config, info = runner.config, runner.info
@@ -153,16 +157,16 @@ class Engine:
             cache,
             self._grammars,
         )
-        self._started: _StartedStep | None = None  # not finished yet
-        self._latest: tuple[Hashable, ...] = ()  # the client that asked for something last
+        self._started: _StartedStep | None = None  # the round in flight
+        self._latest: tuple[Hashable, ...] = ()  # the client that made the last request or call
 
     @classmethod
     def load(cls, config: EngineConfig) -> Engine:
-        """Loads the model and warms it up.
+        """Load the model and warm it up.
 
         Raises CheckpointError, DeviceError or ConfigError.
         """
-        # Here, so that all else works without torch.
+        # Imported here so that everything else works without torch.
         from engine.runner.model_runner import ModelRunner
 
         runner = ModelRunner(config)
@@ -175,16 +179,16 @@ class Engine:
         return self._started is not None or self._scheduler.has_work
 
     def add(self, client: Hashable, request: Request) -> None:
-        """Enqueues a request; a refusal comes as an event of the next step."""
+        """Add a request to the queue; a refusal becomes an event of the next step."""
         self._latest = (client,)
         self._scheduler.enqueue(client, request, self._clock())
 
     def reject(self, client: Hashable, request: int, error: EngineError) -> None:
-        """Reports a request of this id, which was never added, as failed in the next step."""
+        """Report a request that was never added as failed, in the next step."""
         self._scheduler.reject(client, request, error)
 
     def abort(
-        self,
+        self,  # End requests early; arguments as for `Scheduler.abort`.
         client: Hashable,
         ids: Iterable[int] | None,
         reason: FinishReason = "abort",
@@ -194,22 +198,21 @@ class Engine:
         self._scheduler.abort(client, ids, reason, self._clock(), kept)
 
     def ask(self, client: Hashable, call: StateCall) -> None:
-        """Does what a client asks of named states; `replies` will have the answer, now or after a
-        later step."""
+        """Carry out a state call; `replies` returns the answer, now or after a later step."""
         self._latest = (client,)
         self._state_calls.handle(client, call)
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:
-        """The answers to state calls since the last call, with their clients."""
+        """Return the answers to state calls since the last call, with their clients."""
         replies, self._state_calls.replies = self._state_calls.replies, []
         return replies
 
     def load_now(self) -> Stats:
-        """The present load, without what steps did."""
+        """Return the current load, without counters of rounds."""
         return self._scheduler.load()
 
     def close(self) -> None:
-        """Returns when all that is to be in files is; no other call may follow."""
+        """Write everything that belongs in files, then close; no other call may follow."""
         if not self.broken:
             self._cache.write_all()
             while self._cache.exporting:
@@ -217,8 +220,10 @@ class Engine:
         self._cache.close()
 
     def abort_all(self) -> None:
-        """Ends every request early. Those that wait for their states to be written, and for
-        snapshots, go on waiting for up to STORE_SECONDS."""
+        """End every request early.
+
+        Waits up to STORE_SECONDS for states to be written and snapshots to be exported.
+        """
         self._scheduler.abort_all(self._clock())
         until = time.monotonic() + STORE_SECONDS
         while (self._cache.storing or self._cache.exporting) and not self.broken:
@@ -228,16 +233,16 @@ class Engine:
         self._cache.stop_all("the server shuts down")
 
     def step(self, take_in: Callable[[], None] | None = None) -> dict[Hashable, StepEvents]:
-        """Completes a round; the next one may be under way when this returns.
+        """Complete a round; the next one may be in flight when this returns.
 
         Args:
-            take_in: takes messages in; it may `add`, `abort` and `ask`, and raises nothing. It is
-                called once the round is done, or has failed, so that nothing more is delivered of a
-                request that was aborted meanwhile. Where the device works by itself, it is also
-                called repeatedly before that, so that the host has less to do when the device waits
-                for it.
+            take_in: receives messages; it may call `add`, `abort` and `ask`, and must not raise. It
+            is called once the round is done or has failed, so that nothing more is delivered for a
+            request that was aborted meanwhile. On an asynchronous device it is also called
+            repeatedly before that, so that the host has less to do while the device waits.
 
-        Returns what there is to tell, by client.
+        Returns:
+            The events to send, by client.
         """
         self._advance(take_in)
         return self._scheduler.events(self._latest)
@@ -266,12 +271,11 @@ class Engine:
             self._fail(ahead.plan, ahead.error)
             ahead = None
         if ahead is None and self._runner.overlaps and not self.broken:
-            ahead = self._start()  # it runs while what there is to tell is sent
+            ahead = self._start()  # it runs while the events are being sent
         self._started = ahead
 
     def _await_others(self, take_in: Callable[[], None] | None) -> None:
-        """Gives way to the grammars being compiled, or to the files being read and written, which
-        may be all that there is to do."""
+        """Wait briefly for grammars or files in progress, when there is no round to run."""
         if self._grammars is not None and self._grammars.pending:
             self._grammars.wait(WAIT_SECONDS)
         elif self._cache.pending:
@@ -312,7 +316,7 @@ class Engine:
         return self._runner.finish(current.pending)
 
     def _failure(self, ahead: _StartedStep) -> Exception | None:
-        """Of a round after one that failed; what it brings is lost with that."""
+        """Finish a round that followed a failed one; drop its result, return its error, if any."""
         try:
             self._finish(ahead)
         except Exception as error:
@@ -323,13 +327,13 @@ class Engine:
         log.error("a step failed", exc_info=error)
         self._scheduler.fail(plan, _step_failed(error))
         if isinstance(error, DeviceLost):
-            self.broken = EngineDead(f"the engine ends after a CUDA error: {_reason(error)}")
+            self.broken = EngineDead(f"the engine ends because of a CUDA error: {_reason(error)}")
             self._scheduler.fail_all(self.broken)
 
 
 @dataclass(frozen=True, slots=True)
 class _StartedStep:
-    """A round that was started, or that could not be: then `error` says why."""
+    """A round that was started, or that could not be; then `error` says why."""
 
     plan: StepPlan
     pending: Any
@@ -337,8 +341,10 @@ class _StartedStep:
 
 
 def _variant(info: ModelInfo) -> str:
-    """What decides over the numbers of states; on a GPU their last bits also differ by what else
-    was read with them, unless it is deterministic."""
+    """Return a key of everything that decides the exact values of states.
+
+    On a GPU, unless deterministic, the last bits also depend on the rest of the batch.
+    """
     parts = info.fingerprint, info.dtype, info.quantization, info.device_name, info.deterministic
     return "|".join(map(str, parts))
 

@@ -1,4 +1,4 @@
-"""The garbage collector of a process that serves for long."""
+"""Garbage collector settings for a long-running server process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from contextlib import contextmanager
 
 
 def tune_gc() -> None:
-    """The collector leaves alone what lives as long as the process, which it would look through
-    again and again: up to a third of a busy process's time, in pauses of a tenth of a second. It
-    runs less often than by default, since requests leave no cycles behind
-    (tests/service/http/test_garbage.py) and a few hundred of them at once are tens of thousands of
-    objects; but often enough that what libraries leave behind of them is freed in a moment: 50,000
-    objects in circles, lists or errors, in 3 to 30 ms.
+    """Freeze existing objects and let the garbage collector run less often.
 
-    To be called once all that is to last is there.
+    Call it once everything that lives as long as the process exists. The collector would scan these
+    objects again and again: up to a third of a busy process's time, in pauses of a tenth of a
+    second.
+
+    The thresholds are higher than the default, because requests leave no cycles behind
+    (tests/service/http/test_garbage.py) and a few hundred of them at once are tens of thousands of
+    objects. They are low enough that cycles left by libraries are freed quickly: 50,000 objects in
+    3 to 30 ms.
     """
     gc.collect()
     gc.freeze()
@@ -24,7 +26,10 @@ def tune_gc() -> None:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Garbage may be graphs of an engine that was there before: a capture fails when one goes."""
+    """Pause the garbage collector during a CUDA graph capture.
+
+    Garbage may include CUDA graphs of an earlier engine; a capture fails if one is freed meanwhile.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

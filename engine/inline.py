@@ -1,4 +1,4 @@
-"""An engine stepped on a thread of this process: for tests and one-off commands."""
+"""InlineTransport: an engine stepped on a thread of this process, for tests and commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class InlineTransport:
-    """Steps an engine on a thread of this process: for tests and one-off commands."""
+    """Runs an engine on a thread of this process, for tests and one-off commands."""
 
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class InlineTransport:
         self._inbox.put(Shutdown())
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         if self._thread.is_alive():
-            log.warning("the in-line engine does not end; its thread is left behind")
+            log.warning("the in-line engine does not end; abandoning its thread")
         self._end()
 
     def _run(self) -> None:
@@ -71,7 +71,7 @@ class InlineTransport:
 
     def _on_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody is listening
             self._loop.call_soon_threadsafe(callback)
 
     def _put(self, message: FromEngine) -> None:
@@ -84,7 +84,7 @@ class InlineTransport:
 
 
 class _QueueMailbox:
-    """The one client of an in-line engine."""
+    """The mailbox of an in-line engine, which has exactly one client."""
 
     def __init__(
         self, inbox: queue.SimpleQueue[ToEngine], deliver: Callable[[FromEngine], None]

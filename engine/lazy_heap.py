@@ -1,6 +1,6 @@
-"""LazyHeap: items in the order of their ranks, which may change and leave in any order.
+"""LazyHeap: a priority queue whose items may change their rank or leave at any time.
 
-A heap whose outdated entries are passed over; it is built anew when they are more than the others.
+Outdated heap entries are skipped. The heap is rebuilt when they outnumber the valid ones.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-SPARE = 64  # outdated entries that never matter
+SPARE = 64  # outdated entries that are always tolerated
 
 
 class LazyHeap(Generic[T]):
-    """Hashable items by rank, the least first. Ranks are comparable, and no two items have the same
-    one. Every operation costs O(log n) in the mean."""
+    """Hashable items by rank, the least first.
+
+    Ranks are comparable, and no two items have the same one. Every operation takes O(log n)
+    amortized.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[T, Any] = {}
         self._heap: list[tuple[Any, T]] = []
 
     def put(self, item: T, rank: Any) -> None:
-        """Takes an item in, or gives it another rank."""
+        """Add an item, or change its rank."""
         if self._ranks.get(item) == rank:
             return
         self._ranks[item] = rank
@@ -32,11 +35,11 @@ class LazyHeap(Generic[T]):
             heapq.heapify(self._heap)
 
     def discard(self, item: T) -> None:
-        """Takes an item out, if it is in."""
+        """Remove an item if it is there."""
         self._ranks.pop(item, None)
 
     def first(self) -> T | None:
-        """The item of the least rank; None when there is none."""
+        """Return the item of least rank; None if there is none."""
         while self._heap:
             rank, item = self._heap[0]
             if self._ranks.get(item) == rank:

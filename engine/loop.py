@@ -1,9 +1,9 @@
-"""EngineLoop: serves an engine to its clients, message by message: take in -> step -> send.
+"""EngineLoop: serves an engine to its clients: receive messages, step, send events.
 
-A client makes itself known by its first message (a `Ping`, as a greeting) and is told `Ready`;
-from then on it gets one `StepEvents` per step in which it has a part. Where it has none for a
-while, it is told the load that the others make, which decides what it may send. What a step did
-(batch size, tokens, seconds) is told to one client alone, so that sums over clients count it once.
+A client introduces itself by its first message, a `Ping`, and gets `Ready`. From then on it gets
+one `StepEvents` for each step that concerns its requests. A client without requests gets the load
+that others cause now and then, because it decides what the client may send. Counters of a step
+(batch size, tokens, seconds) go to one client only, so that sums over clients count them once.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from engine.protocol.events import FromEngine, ModelInfo, Pong, Ready, Stats, St
 from engine.protocol.requests import Abort, FinishReason, Gone, Ping, Request, Shutdown, ToEngine
 from engine.protocol.state_calls import StateCall, StateReply
 
-IDLE_SECONDS = 1.0  # an idle loop looks around this often
-LOAD_SECONDS = 0.1  # how old the load may be that a client without requests knows of
+IDLE_SECONDS = 1.0  # how often an idle loop checks its parent
+LOAD_SECONDS = 0.1  # the greatest age of the load that an idle client knows
 
 
 @dataclass(frozen=True)
 class Undecodable:
-    """A request of which nothing but the id could be read, and why."""
+    """A request of which only the id could be decoded, and the reason."""
 
     request: int
     error: InvalidRequest
 
 
 class Mailbox(Protocol):
-    """Where the messages of all clients come from and go to. Neither method raises."""
+    """Source and destination of all clients' messages. Neither method raises."""
 
     def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
-        """What has come, with who sent it; waits up to `timeout` seconds for the first one."""
+        """Return (client, message) pairs; wait up to `timeout` seconds for the first one."""
 
     def send(self, client: Hashable, message: FromEngine) -> None:
-        """Never blocks; a client that has gone gets nothing."""
+        """Send without blocking; messages to a client that has left are dropped."""
 
 
 class SteppedEngine(Protocol):
-    """What the loop needs of engine.engine.Engine, named here to import nothing of it."""
+    """What the loop needs of engine.engine.Engine, declared here to avoid importing it."""
 
     info: ModelInfo
     broken: EngineDead | None
@@ -68,7 +68,7 @@ class SteppedEngine(Protocol):
 
 
 class EngineLoop:
-    """`run` returns when a `Shutdown` has been carried out or the engine is broken."""
+    """Serves an engine; `run` returns after a `Shutdown` or when the engine is broken."""
 
     def __init__(
         self, engine: SteppedEngine, mailbox: Mailbox, clients: Iterable[Hashable] = ()
@@ -76,16 +76,17 @@ class EngineLoop:
         self._engine = engine
         self._mailbox = mailbox
         self._clients: set[Hashable] = set()
-        self._quiet: set[Hashable] = set()  # want to know nothing of others
-        self._gone: set[Hashable] = set()  # what may still come from them is late
+        self._quiet: set[Hashable] = set()  # clients that want no load reports
+        # clients that have left; late messages from them are ignored
+        self._gone: set[Hashable] = set()
         self._stats: Stats | None = None  # of the latest step
         self._stopping = False
-        self._load_sent_at = 0.0  # when the load was sent last, by time.monotonic
+        self._load_sent_at = 0.0  # time.monotonic of the last load report
         for client in dict.fromkeys(clients):
             self._greet(client)
 
     def run(self) -> None:
-        """Serves until the end. Whatever is then still in flight ends as aborted."""
+        """Serve until the end, then abort everything that is in flight."""
         while not self._stopping:
             if self._engine.has_work:
                 self._step()
@@ -113,14 +114,14 @@ class EngineLoop:
             if number:
                 events = msgspec.structs.replace(events, stats=events.stats.load())
             self._mailbox.send(client, events)
-        self._reply()  # whoever is answered knows what is counted of it
+        self._reply()  # after the events, so that counters are not older than the reply
         if events_of:
             self._stats = next(iter(events_of.values())).stats
             if len(sent) < len(self._clients) - len(self._quiet):
                 self._tell_load(sent)
 
     def _tell_load(self, sent: Iterable[Hashable]) -> None:
-        """Tells those who got nothing in this step; now and then, and before the engine idles."""
+        """Report the load, at intervals and before idling, to clients without events in this step."""
         now = time.monotonic()
         if now - self._load_sent_at < LOAD_SECONDS and self._engine.has_work:
             return
@@ -164,5 +165,5 @@ class EngineLoop:
     def _greet(self, client: Hashable) -> None:
         self._clients.add(client)
         self._mailbox.send(client, Ready(self._engine.info))
-        # It may be long until the next step.
+        # The next step may be a long time away.
         self._mailbox.send(client, StepEvents(stats=self._engine.load_now()))

@@ -1,7 +1,7 @@
-"""Whether a file of a model is there and can be read; what is wrong with it is told in words.
+"""Checks that a model's file exists and can be read, with precise error messages.
 
-Of a broken link or a folder in a file's place nobody shall be told that the file is missing, nor
-of a file that may not be read that it is damaged. Nothing here imports torch.
+A broken link or a folder in place of a file is not reported as a missing file, nor an unreadable
+file as a damaged one. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _READ_BYTES = 2**20
 
 
 def mode_of(path: Path) -> int | None:
-    """What lies at `path` (st_mode), links followed; None where there is nothing. Raises
-    CheckpointError for what cannot be looked at, and for a link to nothing."""
+    """Return the st_mode of what is at `path`, following links; None if nothing is there.
+
+    Raises CheckpointError for a broken link, or if `path` cannot be examined.
+    """
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -31,8 +33,10 @@ def mode_of(path: Path) -> int | None:
 
 
 def has_file(path: Path) -> bool:
-    """Whether there is a file at `path`. Raises CheckpointError as `mode_of`, and where something
-    is there that is no file."""
+    """Return whether there is a file at `path`.
+
+    Raises CheckpointError as `mode_of` does, and if something other than a file is there.
+    """
     mode = mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
         kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
@@ -41,15 +45,17 @@ def has_file(path: Path) -> bool:
 
 
 def has_folder(path: Path) -> bool:
-    """Whether there is a folder at `path`. Raises CheckpointError as `mode_of`."""
+    """Return whether there is a folder at `path`. Raises CheckpointError as `mode_of` does."""
     mode = mode_of(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def read_through(path: Path) -> None:
-    """Reads a file from its beginning to its end. Weights are mapped into memory, where a part that
-    the disk does not give kills the process; so whoever has not read them yet does it once, and
-    they are in the system's cache then. Raises CheckpointError."""
+    """Read a file completely, to find disk errors before it is memory-mapped.
+
+    Weights are mapped into memory, where a read error of the disk kills the process. Reading them
+    once raises an error instead, and puts them into the page cache. Raises CheckpointError.
+    """
     buffer = bytearray(_READ_BYTES)
     try:
         with path.open("rb", buffering=0) as file:
@@ -60,5 +66,5 @@ def read_through(path: Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error that says so."""
+    """Make the error for a file that cannot be read."""
     return CheckpointError(f"{path}: cannot be read: {error.strerror or error}")

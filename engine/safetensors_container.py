@@ -3,9 +3,9 @@
 Layout: 8 bytes with the header's length (little endian), a JSON header padded to 8 bytes, then the
 tensors' bytes in the header's order. Source: https://huggingface.co/docs/safetensors
 
-This module knows the container alone. What a file's tensors mean is checked by its own format
-(`engine.cache.storage.snapshot`, `engine.cache.storage.prefix_file`). engine/NOTES.md, "Cache", has
-why the safetensors library neither writes nor reads these files. Tests read them with it.
+This module knows only the container. The formats that use it (`engine.cache.storage.snapshot`,
+`engine.cache.storage.prefix_file`) check what the tensors mean. engine/NOTES.md explains why the
+safetensors library neither writes nor reads these files; tests do read them with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH_BYTES = _LENGTH.size
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written: little-endian `data`, of `dtype` as safetensors spells it."""
+    """A tensor to be written: little-endian `data`; `dtype` as safetensors spells it."""
 
     name: str
     dtype: str
@@ -35,15 +35,15 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header. `tensors` is as the file has it: its entries may be anything."""
+    """A parsed header; entries of `tensors` are not validated and may be anything."""
 
     metadata: dict[str, str]
     tensors: dict[str, Any]  # by name
-    data_start: int  # bytes before the first tensor's
+    data_start: int  # offset of the first tensor's bytes in the file
 
 
 def serialize(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> bytes:
-    """Returns a container with the tensors in the order given."""
+    """Return a container with the tensors in the given order."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for tensor in tensors:
@@ -59,28 +59,30 @@ def serialize(metadata: Mapping[str, str], tensors: Sequence[Tensor]) -> bytes:
 
 
 def parse_header(content: bytes, what: str = "the file") -> Header:
-    """Parses the header of a container, of which `content` is the beginning or all; errors call it
-    `what`.
+    """Parse the header of a container.
 
-    The header's length is checked before it is parsed: at most MAX_HEADER_BYTES, and within
-    `content`. Raises StateMalformed, also for a name that stands twice and for metadata that is
-    not all strings.
+    Args:
+        content: the file, or its beginning.
+        what: what error messages call the file.
+
+    Raises StateMalformed, also for a duplicate name and for metadata that are not all strings. The
+    header's length is checked before parsing: at most MAX_HEADER_BYTES, and within `content`.
     """
     if len(content) < LENGTH_BYTES:
-        raise StateMalformed(f"{what} has {len(content)} bytes, which is no safetensors file")
+        raise StateMalformed(f"{what} has {len(content)} bytes, too few for a safetensors file")
     (length,) = _LENGTH.unpack_from(content)
     if not 2 <= length <= min(MAX_HEADER_BYTES, len(content) - LENGTH_BYTES):
         raise StateMalformed(
-            f"the header is said to have {length} bytes; allowed: 2 to {MAX_HEADER_BYTES}, within "
-            "the file"
+            f"the header's length is given as {length} bytes; allowed: 2 to {MAX_HEADER_BYTES}, "
+            "within the file"
         )
     start = LENGTH_BYTES + length
     try:
         header = json.loads(content[LENGTH_BYTES:start].decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise StateMalformed(f"the header is no JSON: {error}") from None
+        raise StateMalformed(f"the header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
-        raise StateMalformed("the header is no JSON object")
+        raise StateMalformed("the header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise StateMalformed("__metadata__ must be an object of strings")
@@ -88,14 +90,16 @@ def parse_header(content: bytes, what: str = "the file") -> Header:
 
 
 def read_through(file: BinaryIO, name: str, most: int) -> bytes:
-    """Reads a file from its beginning to the end of one tensor.
+    """Read a file from its beginning to the end of one tensor.
 
     Args:
-        name: the tensor's; none before it is needed by whoever reads so.
-        most: bytes of tensors to be read at most.
+        file: the open file, at its beginning.
+        name: the tensor's name; tensors after it are not read.
+        most: the most bytes of tensors to read.
 
-    Returns: what `parse_header` takes, and then the tensor. Less where the file is damaged, which
-    `parse_header` or its caller finds.
+    Returns:
+        The header and the tensors up to this one. Less if the file is damaged, which `parse_header`
+        or the caller notices.
     """
     start = file.read(LENGTH_BYTES)
     if len(start) < LENGTH_BYTES:
@@ -112,5 +116,5 @@ def read_through(file: BinaryIO, name: str, most: int) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("an object has a duplicate name")
     return values

@@ -1,4 +1,4 @@
-"""SlotAllocator: which rows of the state pool are free."""
+"""SlotAllocator: manages the free rows of the state pool."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import heapq
 
 
 class SlotAllocator:
-    """Hands out the rows `first` to `first + count - 1`, the lowest free one first.
+    """Allocates the rows `first` to `first + count - 1`, the lowest free one first.
 
-    Low rows first keeps the rows in use close together, so that a batch touches few pages.
+    This keeps the rows in use close together, so that a batch touches few memory pages.
     """
 
     def __init__(self, count: int, first: int = 0) -> None:
@@ -19,25 +19,25 @@ class SlotAllocator:
 
     @property
     def free(self) -> int:
-        """How many rows are free."""
+        """Number of free rows."""
         return len(self._free)
 
     @property
     def used(self) -> int:
-        """How many rows are allocated."""
+        """Number of allocated rows."""
         return self.count - len(self._free)
 
     def allocate(self) -> int:
-        """Returns the lowest free row, which is the caller's until `release`.
+        """Return the lowest free row, which belongs to the caller until `release`.
 
-        Raises IndexError when none is free.
+        Raises IndexError if none is free.
         """
         row = heapq.heappop(self._heap)
         self._free.remove(row)
         return row
 
     def release(self, row: int) -> None:
-        """Frees a row. Raises ValueError if it is free already or was never one of these."""
+        """Free a row. Raises ValueError if it is free already or not one of these rows."""
         if row in self._free or not self._first <= row < self._first + self.count:
             raise ValueError(f"row {row} is not allocated")
         heapq.heappush(self._heap, row)

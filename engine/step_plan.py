@@ -1,15 +1,15 @@
-"""StepPlan: all that one round does, in plain integers.
+"""StepPlan and StepResult: everything that one round does, in plain integers, and its result.
 
-A round is what the engine asks of the device at once: prompt chunks, and one decode step or several
-in a row. The runner carries a plan out in this order: `release`, `before`, `admit`, `prefill`,
+A round is what the engine asks of the device at once: prompt chunks, and one or several consecutive
+decode steps. The runner executes a plan in this order: `release`, `before`, `admit`, `prefill`,
 `after`, then `decode` and `exports`.
 
-Slots are rows of the state pool. Cached and named states have further rows of the same pool, so
-that forking a state is a copy of one row, or rows of main memory. A *place* is a row of the pool
-(0 or above), or `~row` of main memory (negative).
+A slot is a row of the state pool used by a running sequence. Cached and named states are in further
+rows of the same pool, so that forking a state copies one row, or in rows of host memory. A *place*
+is a pool row (0 or above), or `~row` of host memory (negative).
 
-What a plan has one of for each sequence is a msgspec.Struct, which is made several times faster
-than a frozen dataclass.
+Items of which a plan has one per sequence are msgspec.Structs, which are several times faster to
+make than frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from engine.errors import EngineError, InvalidRequest, StepFailed
 from engine.protocol.logprobs import PackedLogprobs, words_of_report
 from engine.protocol.requests import Request
 
-MOST_STEPS = 32  # of a round
+MOST_STEPS = 32  # the most decode steps in a round
 
 
 class Admission(msgspec.Struct, frozen=True, gc=False):
-    """A request gets a slot, and starts from the state at `source`; None: the initial state."""
+    """Gives a request a slot, with the state at place `source` (None: the initial state)."""
 
     request: Request
-    key: int  # the engine's own number for the sequence, unique over all clients
+    key: int  # the engine's number for the sequence, unique over all clients
     slot: int
     source: int | None
-    cached_tokens: int  # tokens of the text that `source` has already read
-    # What is read, packed, where that is not the request's prompt alone: it begins with the last
-    # tokens of the text that is gone on from, of which `source` has read `before` tokens.
+    cached_tokens: int  # tokens of the text that the state at `source` has read
+    # The packed tokens to read, if they differ from the request's prompt: it then begins with the
+    # last tokens of the continued text, of which `source` has read `before`.
     text: bytes = b""
     before: int = 0
 
 
-INITIAL = -(2**62)  # the place of the initial state, as the source of a Copy; no row is there
+INITIAL = -(2**62)  # place of the initial state, as the source of a Copy; not a real row
 
 
 class Copy(msgspec.Struct, frozen=True, gc=False):
-    """The state at place `source` is copied over that at `target`."""
+    """Copies the state at place `source` over the one at `target`."""
 
     source: int
     target: int
-    # Of a copy after a step: the sequence whose chunk's last logits are stored with the state; -1:
-    # none are. Copies between places of stored states take their logits along.
+    # For a copy after a step: the sequence whose last logits are stored with the state; -1: none.
+    # Copies between stored states take their logits along.
     key: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A state from outside, packed as `Store` gives it, with or without logits, goes to a place."""
+    """Writes a state from outside, packed as by `Store`, with or without logits, to a place."""
 
     target: int
     state: bytes
@@ -66,8 +66,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The state at a place goes to the host, as bytes of fp32: cell [layers, inner], then conv
-    [layers, taps - 1, d_model], then, if asked for, the logits [vocab] that are stored with it."""
+    """Exports the state at a place to the host, as fp32 bytes.
+
+    The bytes are cell [layers, inner], then conv [layers, taps - 1, d_model], then, if `logits` is
+    set, the stored logits [vocab].
+    """
 
     ticket: int
     source: int
@@ -80,99 +83,104 @@ class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     key: int
     slot: int
     start: int  # index in the prompt of the first token
-    tokens: array[int]  # at least one, but for a chunk with `source`
-    # tokens[i]'s successor where it is to be scored, else -1; None when nothing here is scored
+    tokens: array[int]  # at least one, except in a chunk with `source`
+    # The successor of each token if that is to be scored, else -1; None: nothing is scored.
     targets: array[int] | None
     score_top: int
-    sample: bool  # the chunk ends the prompt and a token is to be drawn after it
-    source: int | None = None  # nothing is read: the logits are those kept at this place
+    sample: bool  # this chunk ends the prompt and a token is sampled after it
+    source: int | None = None  # place whose stored logits are used; then nothing is read
 
 
 class DecodeRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's next token."""
+    """One sequence of a decode step."""
 
     key: int
     slot: int
-    # The last sampled token, to be read now; negative: that of this key's chunk in the same plan.
+    # The last sampled token, to be read now; negative: the token that this key's chunk in the same
+    # plan samples.
     token: int
-    position: int  # how many tokens have been drawn before the one that this step draws
+    position: int  # number of tokens generated before this step
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One round. `sampled` of its result has one entry per chunk with `sample`, and then, unless
-    the plan is `plain`, one per row.
+    """Everything that one round does.
 
-    In a `plain` plan a batch decodes that the device keeps: it draws for every row without the host
-    and ends rows by itself (at their stop ids and their max_tokens), so that it may take several
-    `steps`, and draws the first tokens of the chunks too. Without `again` the batch is a new one.
-    With it, the device goes on where it is and passes over the rows that have ended: those in
-    `leave` end first, then those of `decode` come in, at the rows `at`. A plain plan may be started
-    before the result of the one before it is known, and so may one that only reads. In the draws of
-    one that is `apart` the host has a part, but none in those of the plans around it: it may be
-    started before the result of these is known, and they before its own.
+    `sampled` of its result has one entry for each chunk with `sample`, and then, unless the plan is
+    `plain`, one for each row.
+
+    In a `plain` plan the device keeps a batch and samples for every row without the host. It ends
+    rows by itself (at their stop ids and at max_tokens), so it may take several `steps`; it also
+    samples the first tokens after the chunks. Without `again` the batch is a new one. With `again`
+    the device continues the batch and skips rows that have ended: first the rows in `leave` end,
+    then the sequences in `decode` join, at the rows in `at`.
+
+    Plans that may be started before the result of the previous one is known:
+
+    - a plain plan, and one that only reads prompts;
+    - a plan that is `apart`: the host takes part in its sampling, but not in that of the plans
+      before and after it. Those may be started before its own result is known, too.
     """
 
     admit: list[Admission] = field(default_factory=list)
     prefill: list[PrefillChunk] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)  # `plain`: those that join the batch
-    at: list[int] = field(default_factory=list)  # the row of the batch that each of these takes
-    leave: list[int] = field(default_factory=list)  # rows of the batch that the host has ended
-    before: list[Copy | Load] = field(default_factory=list)  # one after the other
-    after: list[Copy] = field(default_factory=list)  # snapshots; no two to one place
+    # rows to decode; if `plain`, only those that join the batch
+    decode: list[DecodeRow] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)  # the batch row that each of `decode` takes
+    leave: list[int] = field(default_factory=list)  # batch rows that the host has ended
+    before: list[Copy | Load] = field(default_factory=list)  # executed in order
+    after: list[Copy] = field(default_factory=list)  # snapshots; no two have the same target
     exports: list[Store] = field(default_factory=list)
-    # Keys that ended since the last plan; after a step that failed some may be unknown.
+    # Keys that have ended since the last plan; after a failed step some may be unknown.
     release: list[int] = field(default_factory=list)
     plain: bool = False
-    greedy: bool = False  # `plain`, and every row draws the best token
-    adjusted: bool = False  # `plain`, and requests have logits processors
-    top: int = -1  # `plain`: the most best tokens that are reported of one; -1: nothing is
-    again: bool = False
-    apart: bool = False
-    steps: int = 1  # of those that decode; more than one only where `plain`
+    greedy: bool = False  # `plain`, and every row takes the most likely token
+    adjusted: bool = False  # `plain`, and some requests have logits processors
+    top: int = -1  # `plain`: the largest number of top tokens reported for a row; -1: none
+    again: bool = False  # `plain`: continue the device's batch
+    apart: bool = False  # see the class's docstring
+    steps: int = 1  # decode steps; more than one only if `plain`
 
     def participants(self) -> list[int]:
-        """The keys of the sequences that take part, but for those of the batch that goes on."""
+        """Return the keys of the sequences in this plan, except rows of a continued batch."""
         keys = [admission.key for admission in self.admit]
         keys += [chunk.key for chunk in self.prefill]
         return keys + [row.key for row in self.decode]
 
     @property
     def decodes(self) -> bool:
-        """Sequences read what was drawn for them, as far as they have not ended meanwhile."""
+        """Whether the plan has a decode step."""
         return self.plain or bool(self.decode)
 
     @property
     def empty(self) -> bool:
-        """Nothing to do; bookkeeping (`release`) may still be there."""
+        """Whether there is nothing to run; there may still be keys to `release`."""
         return not (self.admit or self.prefill or self.decodes or self.before or self.exports)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):
-    """One drawn token, with its log-probabilities where its request asks for them."""
+    """One sampled token, with its log-probabilities if its request asks for them."""
 
     key: int
     token: int
     report: PackedLogprobs | None
-    complete: bool = False  # its request's grammar lets nothing follow
+    complete: bool = False  # its request's grammar allows no further token
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What the rows of a plain plan's batch drew: `StepPlan.steps` tokens each, but for those in
-    `ended`."""
+    """The tokens sampled for the rows of a plain plan's batch: `StepPlan.steps` for each row."""
 
-    tokens: bytes  # int32 [rows, steps] (token_ids.pack_ids); rubbish after the end of a row
-    # The rows that have ended, now or before, and how many of the tokens are theirs. The last of
-    # these may be a stop id.
+    tokens: bytes  # int32 [rows, steps] (token_ids.pack_ids); undefined after a row's end
+    # Rows that have ended, now or before, and how many of their tokens are valid. The last valid
+    # one may be a stop id.
     ended: dict[int, int]
-    # int32 [rows, steps, words], of `StepPlan.top` best tokens each; rubbish where a row asked for
-    # less or has ended.
+    # int32 [rows, steps, words], with `StepPlan.top` top tokens each; undefined where a row asked
+    # for fewer or has ended.
     reports: NDArray[np.int32] | None = None
 
     def reports_of(self, rows: int | list[int], tokens: int, top: int) -> PackedLogprobs:
-        """Of the first `tokens` tokens of a row or of each of some, which asked for `top` best
-        tokens."""
+        """Return reports of the first `tokens` tokens of some rows, with `top` top tokens each."""
         assert self.reports is not None
         words = self.reports[rows, :tokens, : words_of_report(top)]
         return PackedLogprobs(top, words.tobytes())
@@ -180,7 +188,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Log-probabilities of the targets of one chunk, without the -1 entries."""
+    """Log-probabilities of one chunk's targets, without the -1 entries."""
 
     key: int
     start: int  # index in the prompt of the first scored token
@@ -189,24 +197,24 @@ class Scored:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a round gives back to the scheduler."""
+    """The result of a round, for the scheduler."""
 
     sampled: list[Sampled] = field(default_factory=list)
-    drawn: Drawn | None = None  # of a plain plan
+    drawn: Drawn | None = None  # for a plain plan
     scored: list[Scored] = field(default_factory=list)
-    # Keys whose logits held NaN or infinity. What the step drew for them means nothing (it is in
-    # `sampled`, `drawn` or `scored` nevertheless); their requests fail.
+    # Keys whose logits contained NaN or infinity. Their requests fail; tokens or scores that the
+    # step still reports for them are meaningless.
     non_finite: list[int] = field(default_factory=list)
-    # Keys whose grammars led to where no token goes on, and why. What was drawn for them means
-    # nothing either.
+    # Keys whose grammars reached a point where no token is allowed, and why. Their tokens are
+    # meaningless, too.
     rejected: dict[int, str] = field(default_factory=dict)
-    exports: dict[int, bytes] = field(default_factory=dict)  # by ticket
+    exports: dict[int, bytes] = field(default_factory=dict)  # exported bytes, by ticket
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0  # that the host was busy with it
+    host_seconds: float = 0.0  # host time spent on the round
 
     def errors(self) -> Iterator[tuple[int, EngineError]]:
-        """The keys whose requests fail, with their errors."""
+        """Yield the keys whose requests fail, with their errors."""
         for key in self.non_finite:
             yield key, StepFailed("the model's logits are not finite")
         for key, reason in self.rejected.items():

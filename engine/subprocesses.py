@@ -1,4 +1,4 @@
-"""Processes of this program: the environment of a module, and how one ended."""
+"""Helpers for child processes: the environment to run a module, and how a process ended."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import sys
 
 
 def module_environment() -> dict[str, str]:
-    """For `python -P -m MODULE`, which then finds the modules that this process finds, and no
-    others: -P keeps a folder named `engine` in the working directory from taking the package's
-    place."""
+    """Return the environment for `python -P -m MODULE`.
+
+    The child finds exactly the modules that this process finds. -P keeps a folder named `engine` in
+    the working directory from shadowing the package.
+    """
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, by its return code."""
+    """Describe how a process ended, from its return code (negative: a signal)."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -1,5 +1,6 @@
-"""What is changed in a tokenizer.json before it is used: the names of its special tokens, and the
-rules that hold for the beginning of a text alone.
+"""Changes to a tokenizer.json before it is used.
+
+Hides the names of special tokens, and makes a variant for text that does not begin a document.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ Layout = dict[str, Any]
 
 
 def hide_special_names(layout: Layout) -> dict[str, str]:
-    """Gives the special tokens of a tokenizer.json, in place, names that nobody can write.
+    """Rename the special tokens of a tokenizer.json, in place, so that no text can spell them.
 
-    A text that spells a special token out is then text, for every kind of model: some find it in
-    their vocabulary although it is told to be special (Unigram takes "</s>" for the token, whatever
-    `encode_special_tokens` says). Whoever means the token writes the hidden name.
+    Text that spells a special token is then encoded as plain text with every kind of model. Some
+    models would otherwise find it in their vocabulary: Unigram encodes "</s>" as the token,
+    whatever `encode_special_tokens` says. Code that means the token uses the hidden name.
 
-    Returns the hidden name of each special token, by its own.
+    Returns the hidden name of each special token, by its original name.
     """
     model, secret = layout["model"], secrets.token_hex(16)
     special = [token for token in layout["added_tokens"] if token["special"]]
@@ -37,7 +38,7 @@ def hide_special_names(layout: Layout) -> dict[str, str]:
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
     if "merges" in model:
-        # A text never becomes a special token, so neither do two pieces of it.
+        # Text never becomes a special token, so no merge may form one.
         model["merges"] = [pair for pair in model["merges"] if not _touches(pair, hidden)]
     return hidden
 
@@ -48,8 +49,11 @@ def _touches(merge: str | list[str], names: Mapping[str, str]) -> bool:
 
 
 def mid_sentence(layout: Layout) -> Layout | None:
-    """The tokenizer.json that encodes a text which other text stands before: without what is put
-    before, or cut off, the beginning of a text. None where nothing of the kind is done."""
+    """Return the tokenizer.json for text that follows other text.
+
+    It adds nothing in front of the text and strips nothing from its beginning. None if the
+    tokenizer treats the beginning of a text like any other place.
+    """
     changed = copy.copy(layout)
     normalizer, splitter = layout.get("normalizer"), layout.get("pre_tokenizer")
     changed["normalizer"] = _go_on(normalizer)
@@ -63,8 +67,12 @@ def mid_sentence(layout: Layout) -> Layout | None:
 
 
 def _word_sign(splitter: Layout | None) -> str | None:
-    """What Metaspace puts before each word, the first one too, where WhitespaceSplit has taken all
-    spaces away (T5's way); else None. In mid-sentence a word has it where a space stands before."""
+    """Return Metaspace's marker if it precedes every word, as in T5's tokenizer; else None.
+
+    In such tokenizers WhitespaceSplit removes all spaces, and Metaspace then marks every word,
+    including the first. In the middle of a text a word must have the marker only if a space
+    precedes it.
+    """
     parts = (splitter or {}).get("pretokenizers") or []
     kinds = [part["type"] for part in parts]
     if "WhitespaceSplit" not in kinds or "Metaspace" not in kinds[kinds.index("WhitespaceSplit") :]:
@@ -76,13 +84,13 @@ def _word_sign(splitter: Layout | None) -> str | None:
 
 
 def _one_space_between_words(sign: str) -> Iterator[Layout]:
-    """The normalizers that make white space what WhitespaceSplit and Metaspace make of it."""
+    """Yield normalizers that reduce white space as WhitespaceSplit and Metaspace would."""
     for pattern, content in ((rf"\s+(?={re.escape(sign)}|\z)", ""), (r"\s+", " ")):
         yield {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
 
 
 def _keep_spaces(splitter: Layout) -> Layout:
-    """Splits before spaces, where WhitespaceSplit leaves them out."""
+    """Replace WhitespaceSplit by a splitter that keeps each space with the word after it."""
     split = {
         "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False,
     }  # fmt: skip
@@ -92,8 +100,10 @@ def _keep_spaces(splitter: Layout) -> Layout:
 
 
 def _go_on(part: Layout | None) -> Layout | None:
-    """A normalizer or pre-tokenizer without its rules for the beginning of a text; None for one
-    that has no other rules."""
+    """Return a normalizer or pre-tokenizer without its rules for the beginning of a text.
+
+    None if it has no other rules.
+    """
     if part is None:
         return None
     match part:

@@ -1,10 +1,10 @@
 """The engine process: `python -m engine.worker ADDRESS CONFIG --parent PID`.
 
 CONFIG is EngineConfig's fields as a JSON object. The process binds a ZeroMQ ROUTER socket at
-ADDRESS, so that several API processes can connect; loads the model; and serves it until it is
-told to shut down or its parent has died. While the model loads, a thread answers `Ping`.
+ADDRESS, so that several API processes can connect; loads the model; and serves it until it is told
+to shut down or its parent has died. While the model loads, a thread answers `Ping`.
 
-It ends with exit code 0 after a `Shutdown`, 1 when the engine broke, 2 when it could not load.
+Exit codes: 0 after a `Shutdown`, 1 when the engine broke, 2 when it could not load.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from engine.protocol.state_calls import StateCall, StateReply
 
 log = logging.getLogger(__name__)
 
-_MALFORMED = msgspec.MsgspecError, ValueError, RecursionError  # what decoding raises
+_MALFORMED = msgspec.MsgspecError, ValueError, RecursionError  # exceptions that decoding may raise
 EngineFactory: TypeAlias = Callable[[EngineConfig], Engine]
-LINGER_MS = 5000  # how long the last messages may take to leave
-GREETING_SECONDS = 30.0  # how long a failed load waits for a client to tell
+LINGER_MS = 5000  # how long the last messages may take to be sent
+GREETING_SECONDS = 30.0  # how long a worker whose load failed waits for a client to report it to
 
 
 class ZmqMailbox:
-    """The messages of all API processes, over one ROUTER socket; a client is its identity.
+    """The messages of all API processes, over one ROUTER socket; a client is its socket identity.
 
-    The death of the parent process reads as a `Shutdown`. Used by one thread at a time.
+    The death of the parent process is reported as a `Shutdown`. Used by one thread at a time.
     """
 
     def __init__(self, address: str, parent: int) -> None:
         self._parent = parent
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Unbounded: ZeroMQ would drop what exceeds a bound, and losing a token is no option.
+        # No high-water mark: ZeroMQ would drop messages beyond it, and no token may be lost.
         self._socket.set_hwm(0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
 
     def receive(self, timeout: float) -> Iterable[tuple[Hashable, ToEngine | Undecodable]]:
-        """What has come; what cannot be decoded is logged and dropped."""
+        """Yield (client, message) pairs; messages that cannot be decoded are logged and dropped."""
         if os.getppid() != self._parent:
             log.error("the parent process has died")
             yield b"", Shutdown()
@@ -76,18 +76,20 @@ class ZmqMailbox:
                     yield client, message
 
     def send(self, client: Hashable, message: FromEngine) -> None:
-        """Queues a message; one for a client that has gone is dropped by ZeroMQ."""
+        """Queue a message; ZeroMQ drops messages to a client that has left."""
         frames = (cast(bytes, client), self._encoder.encode(message))
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Returns when all messages have left, or after LINGER_MS."""
+        """Close the socket; returns when all messages are sent, or after LINGER_MS."""
         self._socket.close(linger=LINGER_MS)
         self._context.term()
 
     def _decode(self, raw: bytes) -> Iterable[ToEngine | Undecodable]:
-        """What a client sent in one turn. What is wrong in one message costs the others nothing,
-        unless the list itself cannot be taken apart."""
+        """Decode what a client sent in one turn.
+
+        A malformed message does not affect the others, unless the list itself is malformed.
+        """
         try:
             messages: list[ToEngine] = self._decoder.decode(raw)
             return messages
@@ -107,7 +109,7 @@ class ZmqMailbox:
         except _MALFORMED as error:
             reason = str(error)
         try:
-            # A request whose sender waits for its end must get one.
+            # The sender of a request waits for its end, so it must get an answer.
             fields = msgspec.msgpack.decode(raw)
             if fields["type"] == "Request" and isinstance(fields["id"], int):
                 return Undecodable(fields["id"], InvalidRequest(reason))
@@ -118,7 +120,7 @@ class ZmqMailbox:
 
 
 class _LoadingResponder(threading.Thread):
-    """Answers clients while the main thread loads the model; then hands the mailbox back."""
+    """Answers clients while the main thread loads the model, then gives the mailbox back."""
 
     def __init__(self, mailbox: ZmqMailbox) -> None:
         super().__init__(name="loading-responder", daemon=True)
@@ -131,7 +133,7 @@ class _LoadingResponder(threading.Thread):
         while not self._closing.is_set():
             for client, message in self._mailbox.receive(0.1):
                 if isinstance(message, Shutdown):
-                    # Loading cannot be interrupted otherwise, and has nothing to save.
+                    # Loading cannot be interrupted in another way, and there is nothing to save.
                     os._exit(0)
                 self.clients.add(client)
                 self._greeted.set()
@@ -150,7 +152,7 @@ class _LoadingResponder(threading.Thread):
                 self._mailbox.send(client, StepEvents(failed=[failed]))
 
     def close(self, await_client: bool = False) -> None:
-        """Ends the thread; with `await_client` not before a client is known."""
+        """End the thread; with `await_client`, first wait until a client is known."""
         if await_client:
             self._greeted.wait(GREETING_SECONDS)
         self._closing.set()
@@ -158,7 +160,7 @@ class _LoadingResponder(threading.Thread):
 
 
 def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int:
-    """Loads the engine and serves it to the end; returns the exit code."""
+    """Load the engine and serve it to the end; return the exit code."""
     responder = _LoadingResponder(mailbox)
     responder.start()
     try:
@@ -166,9 +168,9 @@ def serve(mailbox: ZmqMailbox, config: EngineConfig, load: EngineFactory) -> int
     except Exception as error:
         failure = _load_failure(error)
         responder.close(await_client=True)
-        if not responder.clients:  # else they tell it, and once is enough
+        if not responder.clients:  # otherwise the clients report it
             log.error("the model cannot be loaded: %s", failure.message)
-        log.debug("how it came to that", exc_info=True)
+        log.debug("traceback of the failure to load", exc_info=True)
         for client in responder.clients:
             mailbox.send(client, failure)
         return 2
@@ -193,15 +195,17 @@ def _factory(path: str) -> EngineFactory:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the process; `arguments` are the command line's."""
+    """Run the engine process; `arguments` are those of the command line."""
     parser = argparse.ArgumentParser(prog="engine.worker", description=__doc__)
-    parser.add_argument("address", help="ZeroMQ address to bind, ipc://...")
-    parser.add_argument("config", help="EngineConfig as a JSON object")
-    parser.add_argument("--parent", type=int, required=True, help="ends when this process does")
+    parser.add_argument("address", help="ZeroMQ address to bind, for example ipc:///tmp/engine")
+    parser.add_argument("config", help="the fields of EngineConfig as a JSON object")
+    parser.add_argument(
+        "--parent", type=int, required=True, help="exit when this process has ended"
+    )
     parser.add_argument("--engine", default="engine.engine:Engine.load", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    # Ctrl-C and a supervisor's SIGTERM reach the whole process group; the parent decides how to
-    # shut down, and what it has in flight must find this process alive.
+    # Ctrl-C and a supervisor's SIGTERM reach the whole process group. The parent decides how to
+    # shut down, and this process must live on to finish the requests in flight.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")

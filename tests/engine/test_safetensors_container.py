@@ -49,9 +49,9 @@ def headed(text: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (headed(b" " * MAX_HEADER_BYTES + b"{}"), "is said to have"),
-        (struct.pack("<Q", 2**63) + b"{}", "is said to have"),
-        (headed(b'{"a": {}, "a": {}}'), "stands twice"),
+        (headed(b" " * MAX_HEADER_BYTES + b"{}"), "length is given as"),
+        (struct.pack("<Q", 2**63) + b"{}", "length is given as"),
+        (headed(b'{"a": {}, "a": {}}'), "duplicate name"),
         (headed(b'{"__metadata__": {"a": 1}}'), "object of strings"),
         (headed(b'{"__metadata__": []}'), "object of strings"),
         (headed(b"[]"), "no JSON object"),

@@ -142,7 +142,7 @@ WRONG: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda c: c[:-1], "header says"),
     (lambda c: c + b"\0", "header says"),
     (lambda c: c + bytes(2**20), "at most"),
-    (lambda c: struct.pack("<Q", 2**63) + c[8:], "header is said to have"),
+    (lambda c: struct.pack("<Q", 2**63) + c[8:], "header.s length is given as"),
     (lambda c: struct.pack("<Q", 2) + b"[]", "no JSON object"),
     (lambda c: struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "no JSON"),
     (lambda c: struct.pack("<Q", 60000) + b"[" * 60000, "no JSON"),
