@@ -1,1 +1,1 @@
-"""Which tokens the next step reads and which rows it decodes, in plain integers; no torch."""
+"""Decides which tokens the next round reads and which rows it decodes; integers only, no torch."""

@@ -1,14 +1,14 @@
-"""DecodeBatch: sequences that decode together, round after round, in rows that the device keeps.
+"""DecodeBatch: sequences that decode together, round after round, in rows kept by the device.
 
-The device samples for them without the host, so a round may take several steps, and may be started
-before the results of the round before it are known. Every sequence has a row of its own while it
-decodes; a row that has ended goes to another sequence. The results of a round come later than the
-plans after it, so the batch has two views of its rows: as of the latest plan (`schedule`), and as
-of the latest result (`commit`).
+The device samples for them without the host. A round may therefore take several steps, and may be
+started before the results of the previous one are known. Every sequence has a row of its own while
+it decodes; a row whose sequence has ended is given to another one. Results arrive later than the
+plans that follow, so the batch has two views of its rows: as of the latest plan (`schedule`), and
+as of the latest result (`commit`).
 
-Steps are counted from the batch's first one. The tokens of a round are appended to the TokenRing at
-once, for all rows. A sequence is told of its own when it ends, or leaves the batch, or falls too
-far behind (`catch_up`): so a round costs the host next to nothing per row.
+Steps are counted from the batch's first one. The tokens of a round are appended to the TokenRing
+for all rows at once. A sequence gets its own tokens when it ends, leaves the batch, or falls too
+far behind (`catch_up`), so a round costs the host almost nothing per row.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from engine.scheduler.output import StepOutput
 from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, Drawn, StepPlan
 
-RING_STEPS = 1024  # that are kept; a sequence that is behind by more would lose tokens
-# No power of two, or all rows would fall into the same sets of the processor's cache.
+RING_STEPS = 1024  # steps kept; a sequence that is further behind would lose tokens
+# Not a power of two, so that rows fall into different sets of the CPU's cache.
 RING_WIDTH = RING_STEPS + 16
-CATCH_UP_STEPS = RING_STEPS // 4  # a sequence this far behind catches up within as many more
+# a sequence this far behind catches up within as many further steps
+CATCH_UP_STEPS = RING_STEPS // 4
 
 
 class TokenRing:
-    """The latest RING_STEPS tokens of each of a batch's rows."""
+    """A ring buffer of the latest RING_STEPS tokens of each row of a batch."""
 
     def __init__(self) -> None:
         self._tokens = np.empty((0, RING_WIDTH), np.int32)
-        self.steps = 0  # that have been appended
+        self.steps = 0  # steps appended so far
 
     def append(self, tokens: bytes, steps: int) -> None:
-        """Keeps what all rows drew in the next `steps` steps: int32 [rows, steps]."""
+        """Append the tokens of all rows for the next `steps` steps: packed int32 [rows, steps]."""
         drawn = np.frombuffer(tokens, np.int32).reshape(-1, steps)
         rows, known = drawn.shape[0], self._tokens.shape[0]
         if rows > known:
@@ -57,7 +58,7 @@ class TokenRing:
         self.steps += steps
 
     def read(self, row: int, since: int) -> bytes:
-        """What a row drew from step `since` on, packed; at most RING_STEPS steps ago."""
+        """Return a row's packed tokens from step `since` on, at most RING_STEPS steps ago."""
         assert 0 <= self.steps - since <= RING_STEPS, "tokens have been written over"
         at, count = since % RING_STEPS, self.steps - since
         first = min(count, RING_STEPS - at)
@@ -67,51 +68,56 @@ class TokenRing:
         return drawn
 
 
-_Listener = tuple[Hashable, int]  # a client, and how many best tokens it is told of
+_Listener = tuple[Hashable, int]  # (client, number of top tokens in its reports)
 
 
 class DecodeBatch:
     """The rows of one batch on the device; all of its sequences are `plain`.
 
-    Per round: `join` and `leave`, then `schedule`; and when its result is here, `begin_commit` and
-    `commit`. Results come in the order of the plans.
+    For each round call `join` and `leave`, then `schedule`; when its result has arrived, call
+    `begin_commit` and `commit`. Results arrive in the order of the plans.
     """
 
     def __init__(self) -> None:
-        self.started = False  # it is on the device
+        self.started = False  # the batch is on the device
         self.spoiled = False  # the device has ended a row whose sequence goes on
-        self.rows = 0  # that were ever needed at once
-        self._free: list[int] = []  # rows, as a heap
-        self._ended: list[int] = []  # rows that the device has to end before the next round
+        self.rows = 0  # the largest number of rows in use at once
+        self._free: list[int] = []  # free rows, as a heap
+        self._ended: list[int] = []  # rows that the device must end before the next round
 
         # As of the latest plan.
         self._scheduled: dict[int, Sequence] = {}  # by row
         self.streamed = 0  # scheduled sequences that are streamed
-        self.known = 0  # scheduled sequences that no stop id can end
+        self.known = 0  # scheduled sequences without any stop id
         self._sampled = 0  # scheduled sequences that are not greedy
         self._adjusted = 0  # scheduled sequences with logits processors
-        self._tops: dict[int, int] = {}  # scheduled sequences by Sequence.top
-        self._asked = 0  # max_tokens of all scheduled sequences
-        self._last: Sequence | None = None  # may last the longest, unless it has ended
-        self._ending: dict[int, dict[int, Sequence]] = {}  # scheduled, by last step and row
-        self._planned = 0  # steps
+        self._tops: dict[int, int] = {}  # number of scheduled sequences by Sequence.top
+        self._asked = 0  # sum of max_tokens over scheduled sequences
+        self._last: Sequence | None = None  # the one that may last the longest, unless it has ended
+        # scheduled sequences, by last step and row
+        self._ending: dict[int, dict[int, Sequence]] = {}
+        self._planned = 0  # steps planned so far
         self._before_latest = 0  # steps planned before the latest round
 
         # As of the latest result.
         self._active: dict[int, Sequence] = {}  # by row
-        self._coming: deque[Sequence] = deque()  # joined in rounds whose results are not here
+        self._coming: deque[Sequence] = deque()  # joined in rounds whose results have not arrived
         self._over: set[int] = set()  # active rows that the device has ended
-        self._streams: dict[_Listener, dict[int, int]] = {}  # requests by row
-        self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}  # the same: rows, requests
-        self._gathering: dict[int, Sequence] = {}  # active, of `gathers`, by row
+        self._streams: dict[_Listener, dict[int, int]] = {}  # streamed request ids by row
+        # `_streams` as lists: (rows, requests)
+        self._listed: dict[_Listener, tuple[list[int], list[int]]] = {}
+        # active sequences that gather log-probabilities, by row
+        self._gathering: dict[int, Sequence] = {}
         self._arrived: list[Sequence] = []  # became active with the latest result
         self._ring = TokenRing()
-        self._next_row = 0  # that may catch up
-        self._now = 0.0  # of the latest result
+        self._next_row = 0  # the next row that may catch up
+        self._now = 0.0  # time of the latest result
 
     def __len__(self) -> int:
-        """How many sequences are scheduled: as far as known they have not ended, nor handed their
-        slots over."""
+        """Return the number of scheduled sequences.
+
+        They have not ended, as far as is known, and have not handed over their slots.
+        """
         return len(self._scheduled)
 
     @property
@@ -121,15 +127,15 @@ class DecodeBatch:
 
     @property
     def active(self) -> int:
-        """How many sequences took part in the round of the latest result and have not ended."""
+        """Sequences that took part in the round of the latest result and have not ended."""
         return len(self._active)
 
-    # Plans.
+    # Planning.
 
     def join(self, plan: StepPlan, sequence: Sequence, drawn: bool) -> None:
-        """Gives a sequence a row, in which it decodes from this plan on.
+        """Give a sequence a row, in which it decodes from this plan on.
 
-        With `drawn`, a chunk of the same plan samples its first token; else its last token is
+        With `drawn`, a chunk of the same plan samples its first token; otherwise its last token is
         known.
         """
         if self._free:
@@ -155,8 +161,10 @@ class DecodeBatch:
             self._last = sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes out a sequence that has ended. If the device has not ended its row, the next round
-        does so first."""
+        """Remove a sequence that has ended.
+
+        If the device has not ended its row, the next round ends it first.
+        """
         row, over = sequence.row, False
         if self._active.get(row) is sequence:
             del self._active[row]
@@ -172,7 +180,7 @@ class DecodeBatch:
         sequence.row = -1
 
     def _free_row(self, sequence: Sequence) -> None:
-        """Its row is free for another sequence from the next plan on."""
+        """Free the sequence's row for another sequence, from the next plan on."""
         row, step = sequence.row, sequence.last_step
         del self._scheduled[row]
         del self._ending[step][row]
@@ -187,17 +195,17 @@ class DecodeBatch:
         heapq.heappush(self._free, row)
 
     def ending(self) -> list[Sequence]:
-        """The sequences whose answers end with the latest planned round at the latest."""
+        """Return the sequences that end with the latest planned round at the latest."""
         steps = range(self._before_latest + 1, self._planned + 1)
         return [one for step in steps for one in self._ending.get(step, {}).values()]
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Frees the row and the slot of a sequence that is `ending`, before it has ended."""
+        """Free the row and the slot of a sequence that is `ending`, before it has ended."""
         sequence.handed_over = True
         self._free_row(sequence)
 
     def last_steps(self, steps: int) -> dict[int, int]:
-        """By step, from 1 to `steps` of those to come, how many answers end there at the latest."""
+        """Return how many answers end at the latest at each of the next `steps` steps, from 1."""
         coming = range(1, steps + 1)
         ending, planned = self._ending, self._planned
         return {step: len(ending[planned + step]) for step in coming if planned + step in ending}
@@ -213,14 +221,14 @@ class DecodeBatch:
             del self._streams[listener]
 
     def left(self) -> int:
-        """How many steps beyond the planned ones the longest answer may take."""
+        """Return how many steps beyond the planned ones the longest answer may take."""
         if self._last is None or self._last.over or self._last.row < 0:
             scheduled = self._scheduled.values()
             self._last = max(scheduled, key=lambda one: one.last_step, default=None)
         return 0 if self._last is None else self._last.last_step - self._planned
 
     def schedule(self, plan: StepPlan, steps: int) -> None:
-        """Makes the plan this batch's next round, of so many decode steps."""
+        """Make the plan this batch's next round, with this many decode steps."""
         plan.plain, plan.again, plan.steps = True, self.started, steps
         plan.greedy, plan.adjusted = not self._sampled, self._adjusted > 0
         plan.top = max([top for top, count in self._tops.items() if count], default=-1)
@@ -233,9 +241,9 @@ class DecodeBatch:
     # Results.
 
     def begin_commit(self, drawn: Drawn) -> None:
-        """Takes note of which rows take part in the next result, and which of them have ended.
+        """Record which rows take part in the next result, and which of them have ended.
 
-        Sequences may `leave` between this and `commit`; they are passed over there.
+        Sequences may `leave` between this call and `commit`, which then skips them.
         """
         step, self._arrived = self._ring.steps, []
         while self._coming and self._coming[0].since <= step:
@@ -258,18 +266,19 @@ class DecodeBatch:
         end: Callable[[Sequence, array[int], PackedLogprobs | None, float], int],
         now: float,
     ) -> int:
-        """Delivers the tokens of the round that `begin_commit` was told of.
+        """Deliver the tokens of the round that was passed to `begin_commit`.
 
         Args:
             drawn: the round's tokens.
             steps: decode steps of the round.
-            output: where tokens of streamed requests go.
-            end: takes the last tokens of a sequence that the device has ended, the stop id
-                included, and their log-probabilities if asked for; returns how many tokens it
-                delivered. If the sequence does not end by them, the batch is spoiled.
+            output: receives tokens of streamed requests.
+            end: called with the last tokens of a sequence that the device has ended, including the
+            stop id, and their log-probabilities if requested; returns how many tokens it delivered.
+            If they do not end the sequence, the batch is spoiled.
             now: seconds.
 
-        Returns how many tokens were delivered.
+        Returns:
+            The number of tokens delivered.
         """
         delivered, width = 0, steps * ID_BYTES
         for row in sorted(self._over):
@@ -285,7 +294,7 @@ class DecodeBatch:
             if not sequence.over:
                 assert not sequence.handed_over, "it has no slot to go on in"
                 self.spoiled = True
-                sequence.since = sys.maxsize  # there is nothing to bring up
+                sequence.since = sys.maxsize  # nothing to catch up with
                 self._stop_telling(sequence)
         for sequence in self._arrived:
             if not sequence.over and sequence.first_token_at is None:
@@ -306,15 +315,16 @@ class DecodeBatch:
         return delivered
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Tells an active sequence of the tokens of all results so far."""
+        """Give an active sequence its tokens of all results so far."""
         if sequence.since < self._ring.steps:
             sequence.extend(self._ring.read(sequence.row, sequence.since), self._now)
             sequence.since = self._ring.steps
 
     def _catch_some_up(self, steps: int) -> None:
-        """Lets the next few rows catch up: so many that all have before their tokens are
-        overwritten. A sequence that is not far behind, as in a short answer, is left for the next
-        time."""
+        """Let the next few rows catch up, enough that all do before their tokens are overwritten.
+
+        Sequences that are not far behind, as in short answers, are skipped this time.
+        """
         late = self._ring.steps - CATCH_UP_STEPS
         for _ in range(-(-self.rows * steps // CATCH_UP_STEPS)):
             self._next_row = self._next_row + 1 if self._next_row + 1 < self.rows else 0
@@ -323,15 +333,17 @@ class DecodeBatch:
                 self.catch_up(sequence)
 
     def dissolve(self) -> None:
-        """Ends the batch, of which no round may be under way. Its sequences have no rows then, and
-        know all their tokens."""
+        """End the batch; no round of it may be in flight.
+
+        Its sequences then have no rows and know all their tokens.
+        """
         for sequence in self._scheduled.values():
             self.catch_up(sequence)
             sequence.row = -1
 
 
 def _of_rows(tokens: bytes, rows: list[int], width: int) -> bytes:
-    """The tokens of `rows`, of all that there are, each `width` bytes."""
+    """Return the tokens of `rows`, out of the tokens of all rows; each row has `width` bytes."""
     if len(rows) * width == len(tokens) and rows == sorted(rows):
         return tokens
     return b"".join([tokens[row * width : row * width + width] for row in rows])

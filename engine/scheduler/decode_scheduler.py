@@ -1,14 +1,15 @@
-"""DecodeScheduler: which sequences decode in a round, in how many steps, and what may follow.
+"""DecodeScheduler: which sequences decode in a round, for how many steps, and what may follow.
 
-Sequences whose requests are `plain`, so that the device can sample for them by itself, are kept in
-a DecodeBatch. The device does all work in order: what a round under way still writes to the slot of
-a sequence that has ended is written before the next plan begins, and the slot is free at once.
+Sequences whose requests are `plain`, so that the device can sample for them without the host, are
+kept in a DecodeBatch. The device works in order: what a round in flight still writes to the slot of
+a sequence that has ended is written before the next plan begins. The slot is therefore free at
+once.
 
-For the other sequences the host samples ("hosted": a grammar, many log-probabilities). Where the
-device works while the host does (`overlaps`), hosted sequences decode apart, in turns with the
-batch: while the device runs the batch, the host samples for the others, and neither waits. Where it
-does not, all sequences decode together as long as there are hosted ones, since a step of some takes
-about as long as a step of all.
+The other sequences are *hosted*: the host samples for them (a grammar, or many log-probabilities).
+If the device works asynchronously (`overlaps`), hosted sequences have rounds of their own,
+alternating with the batch. The host samples for them while the device runs the batch, and neither
+waits. Otherwise all sequences decode together as long as there are hosted ones, since a step of
+some takes about as long as a step of all.
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ from engine.sequence import Sequence
 from engine.step_plan import DecodeRow, StepPlan, StepResult
 from engine.structured_output.masks import MaskBudget
 
-ROUND_SECONDS = 0.002  # that a round aims at: this long may the first of its tokens be held back
-# The same, for a large batch without streams, and for one beside hosted sequences that the host
-# takes longer for. A row whose answer has ended is idle for the rest of its round, and for one more
-# if a stop id ended it, so a round is a small part of an answer's time. But within one round the
-# host has to finish all sequences that ended together and begin others, or the device waits for it.
-# Where many answers end at the same step, the round ends there too.
+ROUND_SECONDS = 0.002  # duration that a round aims at, and so the longest delay of its first token
+# Duration that a round aims at for a large batch without streams, and beside hosted sequences for
+# which the host takes longer. A row whose answer has ended is idle for the rest of its round, and
+# for one more if a stop id ended it, so a round must be a small part of an answer's time. On the
+# other hand the host must finish all sequences that ended together, and start others, within one
+# round, or the device waits for it. Where many answers end at the same step, the round ends there
+# too.
 QUIET_ROUND_SECONDS = 0.004
-LONG_ROUND_SECONDS = 0.008  # at most
-PART_OF_ANSWER = 0.02
-KNOWN_PART = 0.09  # of answers that no stop id can end
-MANY_TOGETHER = 1 / 32  # of the rows
-# Reading prompts costs the rows that decode the time of reading the weights once more. So new
-# prompts are gathered: for a round per PATIENT_ROWS rows, within PATIENCE_SECONDS. In smaller
-# batches a round that reads prompts has one step, so that their first tokens are not held back.
+LONG_ROUND_SECONDS = 0.008  # upper bound
+PART_OF_ANSWER = 0.02  # part of an answer's time that a round may take
+KNOWN_PART = 0.09  # the same, for answers without stop ids
+MANY_TOGETHER = 1 / 32  # part of the rows that ends a round early
+# Reading prompts costs the decoding rows the time of reading the weights once more, so new prompts
+# are gathered: for one round per PATIENT_ROWS rows, at most PATIENCE_SECONDS. In smaller batches a
+# round that reads prompts has one step, so that their first tokens are not delayed.
 PATIENT_ROWS = 64
 PATIENCE_SECONDS = 0.008
-LEAST_ALIVE = 0.75  # of a batch's rows; when fewer are left, a smaller batch is made
+LEAST_ALIVE = 0.75  # part of a batch's rows; if fewer are in use, a smaller batch is made
 
 
 class BatchKind(Enum):
-    """Which sequences a plan reads the prompts of, and decodes."""
+    """Which sequences a plan serves: those it reads prompts of and decodes."""
 
-    PLAIN = auto()  # the device samples for them
-    HOSTED = auto()  # the host has a part in sampling for them
+    PLAIN = auto()  # sequences for which the device samples
+    HOSTED = auto()  # sequences for which the host takes part in sampling
     ALL = auto()
 
     def has(self, sequence: Sequence) -> bool:
-        """Whether a plan of this kind may serve the sequence."""
+        """Return whether a plan of this kind may serve the sequence."""
         return self is BatchKind.ALL or sequence.needs_host == (self is BatchKind.HOSTED)
 
 
@@ -57,28 +59,31 @@ class DecodeScheduler:
     """The sequences that decode, and what a round does for them.
 
     `most_steps` bounds the steps of a round; with 1, no plan is plain. `overlaps` says whether
-    plans are made before the results of the round before them are known.
+    plans are made before the results of the previous round are known.
     """
 
     def __init__(self, most_steps: int, overlaps: bool) -> None:
         self._most_steps = most_steps
         self._apart = overlaps and most_steps > 1  # hosted sequences have plans of their own
-        self.sequences: dict[int, Sequence] = {}  # by key, all that decode
-        self._hosted: dict[int, Sequence] = {}  # those that are not plain
-        self._outside: dict[int, Sequence] = {}  # plain ones that are not in the batch
+        self.sequences: dict[int, Sequence] = {}  # all decoding sequences, by key
+        self._hosted: dict[int, Sequence] = {}  # decoding sequences that are not plain
+        self._outside: dict[int, Sequence] = {}  # plain sequences that are not in the batch
         self._batch: DecodeBatch | None = None
-        self._latest_apart = False  # whether the latest plan was
-        self._under_way: list[tuple[StepPlan, DecodeBatch | None]] = []  # at most two
-        self._round_seconds = 0.0  # that the latest round decoded for
-        self._host_seconds = 0.0  # that the host took for the latest plan apart
-        self._step_seconds = 0.0  # of a decode step of the batch, lately; 0: not known
-        self._timed_rows = 0  # of the batch when that was timed
-        self._aim = ROUND_SECONDS  # of the latest round
+        self._latest_apart = False  # whether the latest plan was `apart`
+        # rounds in flight, at most two
+        self._under_way: list[tuple[StepPlan, DecodeBatch | None]] = []
+        self._round_seconds = 0.0  # decode time of the latest round
+        self._host_seconds = 0.0  # host time for the latest plan apart
+        self._step_seconds = 0.0  # recent duration of the batch's decode step; 0: unknown
+        self._timed_rows = 0  # rows of the batch when that was measured
+        self._aim = ROUND_SECONDS  # target duration of the latest round
         self._since_prompts = 0  # rounds since the latest one that read prompts
 
     def defers_prompts(self, kind: BatchKind) -> bool:
-        """Whether new prompts should wait for a later round, so that more of them are read at
-        once and the rows that decode are held up less often."""
+        """Return whether new prompts should wait for a later round.
+
+        More of them are then read at once, and the decoding rows are interrupted less often.
+        """
         if kind is BatchKind.HOSTED:
             return False
         decoding = len(self.sequences)
@@ -88,8 +93,10 @@ class DecodeScheduler:
         return self._since_prompts < min(decoding // PATIENT_ROWS, rounds)
 
     def kinds(self) -> tuple[BatchKind, ...]:
-        """The kinds that the next plan may have, the preferred one first; no round is under way.
-        The plan is of the first kind that has something to do."""
+        """Return the kinds that the next plan may have, the preferred one first.
+
+        No round may be in flight. The plan is of the first kind that has something to do.
+        """
         if not self._apart:
             return (BatchKind.ALL,)
         return (
@@ -99,12 +106,11 @@ class DecodeScheduler:
         )
 
     def kinds_ahead(self, prompts: Collection[Sequence], coming: int) -> list[BatchKind]:
-        """The kinds that a plan may have which follows the one round under way, whatever that
-        brings; none where nothing may follow.
+        """Return the kinds of plan that may follow the one round in flight, whatever its result.
 
         Args:
             prompts: sequences whose prompts are to be read.
-            coming: about how many sequences will decode soon, also in slots of those `ending`.
+            coming: about how many sequences will decode soon, including those in slots of `ending`.
         """
         if len(self._under_way) != 1 or not self._apart:
             return []
@@ -118,58 +124,58 @@ class DecodeScheduler:
         return turns if thin else [*turns, BatchKind.PLAIN]
 
     def decodes(self, kind: BatchKind) -> bool:
-        """Whether a plan of this kind has decode steps to do."""
+        """Return whether a plan of this kind has decode steps to do."""
         if kind is BatchKind.HOSTED:
             return bool(self._hosted)
         return bool(self._outside) or (self._batch is not None and self._batch.left() > 0)
 
     def ending(self) -> list[Sequence]:
-        """The sequences whose answers end with the round under way, whatever it brings."""
+        """Return the sequences that end with the round in flight, whatever its result."""
         if self._batch is None or not self._is_under_way():
             return []
         return self._batch.ending()
 
     def _is_under_way(self) -> bool:
-        """Whether a round of the batch is under way."""
+        """Return whether a round of the batch is in flight."""
         return any(batch is not None for _, batch in self._under_way)
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Lets others have the row of a sequence that is `ending` in the plan being made."""
+        """Give the row of a sequence that is `ending` to others in the plan being made."""
         assert self._batch is not None
         self._batch.hand_over(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence, whose last token is known; it decodes from the next plan on."""
+        """Add a sequence whose last token is known; it decodes from the next plan on."""
         self.sequences[sequence.key] = sequence
         (self._outside if sequence.plain else self._hosted)[sequence.key] = sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence that has ended; one that was never added is passed over."""
+        """Remove a sequence that has ended; sequences that were never added are ignored."""
         if self.sequences.pop(sequence.key, None) is None:
             return
         if not sequence.plain:
             del self._hosted[sequence.key]
             if not self._hosted:
-                self._host_seconds = 0.0  # of these, nothing is known of others
+                self._host_seconds = 0.0  # measured for the sequences that left; unknown for others
         elif sequence.row < 0:
             del self._outside[sequence.key]
         elif self._batch is not None:
             self._batch.leave(sequence)
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Tells a sequence of all its tokens in results so far, wherever it decodes."""
+        """Give a sequence all its tokens of results so far, wherever it decodes."""
         if sequence.row >= 0 and self._batch is not None:
             self._batch.catch_up(sequence)
 
     def schedule(self, plan: StepPlan, kind: BatchKind, beginning: Collection[Sequence]) -> None:
-        """Adds decode steps to a plan. With a round under way, `kinds_ahead` has allowed it.
+        """Add decode steps to a plan. With a round in flight, `kinds_ahead` must have allowed it.
 
         Args:
-            plan: its prompt chunks stand already.
+            plan: already contains its prompt chunks.
             kind: which sequences it decodes.
-            beginning: sequences of this kind whose first tokens the plan samples. Those that have
-                a `row` afterwards decode from this plan on. The others are to be added (`add`)
-                when their first tokens are known.
+            beginning: sequences of this kind whose first tokens the plan samples. Those that have a
+            `row` afterwards decode from this plan on. The others must be added (`add`) when their
+            first tokens are known.
         """
         if kind is BatchKind.HOSTED:
             plan.apart = True
@@ -201,7 +207,7 @@ class DecodeScheduler:
         budget = MaskBudget()
         served = [one for one in sequences if budget.has_room(one.mask_cost)]
         plan.decode += [DecodeRow(one.key, one.slot, one.last_token, one.drawn) for one in served]
-        if len(served) < len(sequences):  # it is the others' turn next
+        if len(served) < len(sequences):  # the others are served first next time
             for one in served:
                 if one.mask_cost is not None and one.mask_cost.is_slow:
                     self.sequences[one.key] = self.sequences.pop(one.key)
@@ -211,7 +217,8 @@ class DecodeScheduler:
         if not self._is_timed(batch.rows) or (reading and len(batch) < PATIENT_ROWS):
             return 1
         self._aim = ROUND_SECONDS
-        if self._hosted:  # whose next turn comes after this, when the host has seen to the last
+        # hosted sequences decode after this round, once the host has sampled for the last
+        if self._hosted:
             self._aim = min(max(self._host_seconds, ROUND_SECONDS), LONG_ROUND_SECONDS)
         elif not batch.streamed and len(batch) >= PATIENT_ROWS:
             part = PART_OF_ANSWER + (KNOWN_PART - PART_OF_ANSWER) * batch.known / len(batch)
@@ -227,12 +234,14 @@ class DecodeScheduler:
         return fitting
 
     def _is_timed(self, rows: int) -> bool:
-        """Whether a step's time is known; a batch much larger than the timed one is timed anew, in
-        a round of one step."""
+        """Return whether a step's duration is known for a batch of this many rows.
+
+        A batch that is much larger than the measured one is measured again, in a round of one step.
+        """
         return self._step_seconds > 0 and rows <= 2 * self._timed_rows
 
     def _is_thin(self, coming: int) -> bool:
-        """Whether a new batch should replace the present one, so many of whose rows are idle."""
+        """Return whether a new batch should replace the present one, because many rows are idle."""
         batch = self._batch
         if batch is None:
             return False
@@ -240,21 +249,21 @@ class DecodeScheduler:
         return batch.spoiled or alive < LEAST_ALIVE * batch.rows
 
     def _dissolve(self) -> None:
-        """Ends the batch, of which no round may be under way."""
+        """End the batch; no round of it may be in flight."""
         if self._batch is not None:
             self._batch.dissolve()
             self._outside = {key: one for key, one in self.sequences.items() if one.plain}
             self._batch = None
 
     def start(self, plan: StepPlan) -> None:
-        """Notes that a plan is being carried out."""
+        """Record that a plan is being executed."""
         self._under_way.append((plan, self._batch if plan.plain else None))
         self._latest_apart = plan.apart
         if not plan.apart:
             self._since_prompts = 0 if plan.prefill else self._since_prompts + 1
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """Completes a plan that could not be carried out; returns the sequences of its batch."""
+        """Complete a plan that failed; return the sequences of its batch."""
         if self._batch is not None and plan.plain:
             self._batch.spoiled = True
         if self.complete(plan) is None:
@@ -262,7 +271,7 @@ class DecodeScheduler:
         return [one for one in self.sequences.values() if one.row >= 0]
 
     def complete(self, plan: StepPlan) -> DecodeBatch | None:
-        """Notes that a plan has ended; returns the batch that it advanced, if any."""
+        """Record that a plan has ended; return the batch that it advanced, if any."""
         for index, (other, batch) in enumerate(self._under_way):
             if other is plan:
                 del self._under_way[index]
@@ -272,24 +281,25 @@ class DecodeScheduler:
     def measure(
         self, plan: StepPlan, result: StepResult, decoding: int, left: int, tokens: int
     ) -> Stats:
-        """Learns from a round how long a step takes.
+        """Update the measured durations from a round.
 
         Args:
             plan: the round's plan.
-            result: what it brought.
+            result: the round's result.
             decoding: sequences that decoded in it.
-            left: those of them in the batch that have not ended.
+            left: batch sequences that have not ended.
             tokens: tokens that it delivered.
 
-        Returns what the statistics say of the round.
+        Returns:
+            The round's counters.
         """
         if plan.apart:
             if plan.decode and self._hosted:
                 self._host_seconds = result.host_seconds
         elif plan.decodes:
             self._round_seconds = result.decode_seconds
-        # A round that reads prompts also spends time on the rows that join. One that no row is
-        # left of may have ended early.
+        # Not measured: a round that reads prompts also spends time on the joining rows, and a round
+        # after which no row is left may have ended early.
         if plan.plain and left and not (plan.prefill and self._is_timed(decoding)):
             self._step_seconds = result.decode_seconds / plan.steps
             self._timed_rows = decoding

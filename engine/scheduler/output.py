@@ -1,4 +1,4 @@
-"""StepOutput: gathers the events of a round, one message per API process."""
+"""StepOutput: collects the events of a round, one message per API process."""
 
 from __future__ import annotations
 
@@ -41,36 +41,37 @@ class StepOutput:
     def token(
         self, client: Hashable, request: int, token: int, report: PackedLogprobs | None
     ) -> None:
-        """One token of a streamed request."""
+        """Add one token of a streamed request."""
         events = self._of(client)
-        if events.runs or report is not None:  # it may follow tokens of a run
+        # runs come after single tokens, so the order must be kept
+        if events.runs or report is not None:
             events.runs.append(Run([request], 1, pack_ids([token]), report))
             return
         events.requests.append(request)
         events.tokens.append(token)
 
     def run(self, client: Hashable, run: Run) -> None:
-        """Tokens of streamed requests, by several steps."""
+        """Add tokens of streamed requests from several steps."""
         self._of(client).runs.append(run)
 
     def started(self, client: Hashable, request: int) -> None:
-        """A request has left the queue."""
+        """Report that a request has left the queue."""
         self._of(client).started.append(request)
 
     def scores(self, client: Hashable, scores: Scores) -> None:
-        """The next run of scored prompt tokens."""
+        """Add the next run of scored prompt tokens."""
         self._of(client).scores.append(scores)
 
     def finished(self, client: Hashable, finished: Finished) -> None:
-        """The terminal event of a request that was served."""
+        """Add the terminal event of a request that was served."""
         self._of(client).finished.append(finished)
 
     def failed(self, client: Hashable, request: int, error: EngineError) -> None:
-        """The terminal event of a request that was not served."""
+        """Add the terminal event of a request that was not served."""
         self._of(client).failed.append(Failed.of(request, error))
 
     def drain(self, stats: Stats, listeners: Iterable[Hashable]) -> dict[Hashable, StepEvents]:
-        """Returns all events since the last call; every listener gets at least `stats`."""
+        """Return all events since the last call; every listener gets at least `stats`."""
         for client in listeners:
             self._of(client)
         taken, self._events = self._events, {}

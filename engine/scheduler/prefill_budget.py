@@ -1,20 +1,22 @@
-"""What a round may spend on prompts: tokens (PrefillBudget) and admissions (AdmissionLimit).
+"""Limits on the prompt work of a round: tokens (PrefillBudget) and admissions (AdmissionLimit).
 
-Tokens are shared so that neither owners nor prompts, long or short, starve. Owners have equal
-parts, which go round where there are fewer chunks than owners; what one of them leaves goes to the
-others. Of an owner's sequences the one that was admitted first gets half of its part, the others
-the rest, least remaining first; what they leave goes to the first again. A part of less than two
-chunks cannot be halved: then the first and the others take turns.
+Prompt tokens are shared so that no owner and no prompt, long or short, starves:
+
+- Owners get equal shares, which rotate if there are fewer chunks than owners. What one owner leaves
+  goes to the others.
+- Of an owner's sequences, the one admitted first gets half of the share. The others get the rest,
+  shortest remaining prompt first. What they leave goes to the first again. A share of less than two
+  chunks cannot be halved: then the first and the others take turns.
 
 Chunks end at multiples of SCAN_CHUNK, counted from where the sequence began to read, and at its
-marks, from which the count begins anew. Where all marks are such multiples too, they change nothing
-of where the scans combine carries.
+marks, from which the count starts again. If all marks are such multiples too, cutting the prompt
+does not change where the scans combine carries.
 
-While the device works beside the host, to admit more than a few requests at once would keep it
-waiting for the host: now and, as they tend to end together, when they end. But all slots are to be
-taken within a few rounds, and to stay so: that is as many as have come free since others were
-admitted, and a part of those that were free before, or these would be for ever; but no more than
-the host and the graphs of prompts are good for.
+On an asynchronous device, admitting many requests at once would make the device wait for the host:
+now, and again when they end, which they tend to do together. Yet all slots should be filled within
+a few rounds and stay filled. So a round may admit as many requests as slots came free since the
+last admission, plus a part of those that were free before, up to what the host and the prompt
+graphs can handle.
 """
 
 from __future__ import annotations
@@ -29,21 +31,24 @@ Portions = list[tuple[Sequence, int]]
 
 
 class PrefillBudget:
-    """Shares the prompt tokens of a round; `tokens` of them may be read."""
+    """Shares the prompt tokens of a round; at most `tokens` are read."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._step = 0
-        self._read_at: dict[str, int] = {}  # owners that read in the latest step or still wait to
-        self._led: set[int] = set()  # keys of first ones that read while others of theirs did not
+        # latest step in which an owner read or first had to wait
+        self._read_at: dict[str, int] = {}
+        # keys of first sequences that read while others of their owner did not
+        self._led: set[int] = set()
 
     def share(self, reading: Collection[Sequence]) -> Portions:
-        """Shares one round's tokens; call it once a round.
+        """Share one round's tokens; call it once per round.
 
         Args:
             reading: the sequences with prompt tokens left, in order of admission.
 
-        Returns the sequences that read in this round, each with its number of tokens, at least 1.
+        Returns:
+            The sequences that read in this round, each with its number of tokens, at least 1.
         """
         by_owner: dict[str, list[Sequence]] = {}
         for sequence in reading:
@@ -59,10 +64,10 @@ class PrefillBudget:
         return [share for some in shares.values() for share in some]
 
     def _between(self, by_owner: dict[str, list[Sequence]]) -> dict[str, Portions]:
-        """How several owners share the step's tokens."""
+        """Share the step's tokens among several owners."""
         self._step += 1
         turns = {owner: self._read_at.get(owner, 0) for owner in by_owner}
-        order = sorted(by_owner, key=turns.__getitem__)  # who has waited longest comes first
+        order = sorted(by_owner, key=turns.__getitem__)  # the longest waiting owner first
         shares = {owner: Portions() for owner in order}
         taken = dict.fromkeys(order, 0)
         left, hungry = self._tokens, order
@@ -82,7 +87,7 @@ class PrefillBudget:
         return shares
 
     def _within(self, reading: list[Sequence], tokens: int) -> Portions:
-        """How one owner's sequences share its tokens."""
+        """Share `tokens` among one owner's sequences."""
         if not reading or tokens == 0:
             return []
         first, *others = reading
@@ -102,17 +107,17 @@ class PrefillBudget:
         return [(first, length), *shares] if length else shares
 
     def _leads(self, reading: list[Sequence], shares: Portions) -> bool:
-        """Whether the others of `reading` come before its first next time."""
+        """Return whether the others of `reading` come before its first next time."""
         first = reading[0]
         if not shares:
             return first.key in self._led
         return len(shares) < len(reading) and any(sequence is first for sequence, _ in shares)
 
     def _chunk_length(self, sequence: Sequence, available: int) -> int:
-        """How many tokens its next chunk may have, when `available` are left of the budget.
+        """Return how many tokens the sequence's next chunk may have.
 
-        0 where the chunk could not end at a multiple of SCAN_CHUNK; but a budget that is always
-        smaller than that is used as it is.
+        `available` tokens are left of the budget. Returns 0 if the chunk could not end at a
+        multiple of SCAN_CHUNK; but a whole budget smaller than SCAN_CHUNK is used as it is.
         """
         needed = sequence.next_mark() - sequence.position
         if needed <= available or self._tokens < SCAN_CHUNK:
@@ -121,14 +126,14 @@ class PrefillBudget:
         return max((done + available) // SCAN_CHUNK * SCAN_CHUNK - done, 0)
 
 
-ADMIT_AT_ONCE = 64
-ADMIT_PART = 1 / 16  # of the slots
-ADMIT_LEFT_PART = 1 / 8  # of those that were left
-MOST_ADMIT_PART = 3 / 32  # of the slots, however many are free
+ADMIT_AT_ONCE = 64  # always allowed
+ADMIT_PART = 1 / 16  # part of the slots that is always allowed
+ADMIT_LEFT_PART = 1 / 8  # part of the slots that were left free before
+MOST_ADMIT_PART = 3 / 32  # part of the slots, however many are free
 
 
 class AdmissionLimit:
-    """How many requests a plan admits at most.
+    """Bounds how many requests a plan admits.
 
     `slots` is the number of the scheduler's slots; `overlaps` says whether the device works on a
     round while the host prepares the next one.
@@ -137,10 +142,10 @@ class AdmissionLimit:
     def __init__(self, slots: int, overlaps: bool) -> None:
         self._slots = slots
         self._overlaps = overlaps
-        self._left_free = 0  # when somebody was admitted last
+        self._left_free = 0  # free slots after the last admission
 
     def limit(self, free: int) -> int:
-        """How many requests a plan may admit, while `free` slots are free."""
+        """Return how many requests a plan may admit while `free` slots are free."""
         if not self._overlaps:
             return sys.maxsize
         due = free - self._left_free + int(ADMIT_LEFT_PART * self._left_free)
@@ -151,5 +156,5 @@ class AdmissionLimit:
         )
 
     def note(self, free: int) -> None:
-        """Requests have just been admitted, and `free` slots are left."""
+        """Record that requests were just admitted and `free` slots are left."""
         self._left_free = free

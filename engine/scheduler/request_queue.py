@@ -1,17 +1,16 @@
-"""RequestQueue: requests that have no slot yet, and which of them is next.
+"""RequestQueue: requests that have no slot yet, and the order in which they get one.
 
-- Priorities: the most urgent level that waits comes first (a lower number is more urgent). So that
-  the others do not starve, one of OTHERS_TURN departures is theirs while they wait; it goes to the
-  level whose latest departure is the longest ago.
-- Within a level, owners are served fairly (start-time fair queueing): whoever has been given least
-  is next, in tokens to read and to generate. A departure is charged with its prompt and all that it
-  may generate; what it leaves of that is given back when it ends. Who comes after a pause, or after
-  nothing but held requests, starts where the others are: that time saves nothing up.
-- An owner's requests keep the order of their arrival.
+- Priorities: the most urgent waiting level comes first (a lower number is more urgent). So that
+  others do not starve, one of OTHERS_TURN departures goes to another level: the one whose latest
+  departure is the longest ago.
+- Within a level, owners are served fairly by start-time fair queueing: the owner that was given the
+  fewest tokens, to read and to generate, is next. A departure is charged with its prompt and all
+  that it may generate; what it does not use is refunded when it ends. An owner that returns after a
+  pause, or that had only held requests, starts at the others' level: idle time earns no credit.
+- An owner's requests keep their order of arrival.
 
-A request whose prefix is being read by another just now, whose state comes from a file, or whose
-grammar is being compiled, is *held*: it keeps its place but is passed over until `resume` says that
-this is over.
+A request is *held* while another one is reading its prefix, while its state comes from a file, or
+while its grammar is being compiled. It keeps its place but is passed over until `resume` is called.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from engine.protocol import queue_policy
 from engine.protocol.queue_policy import QueueCounts
 from engine.sequence import Sequence
 
-OTHERS_TURN = 8
+OTHERS_TURN = 8  # one of this many departures goes to a less urgent level
 MOST_RETRY_SECONDS = 60.0
-UNKNOWN_RETRY_SECONDS = 1.0  # before any request has left the queue
-MEMORY_SECONDS = 30.0  # after so long a departure counts for a third
-MOST_PACE_SECONDS = 3600.0  # that the mean is said to be
-FEW_LEFT = 64  # numbers of some that have left a FifoByKey may stay
+UNKNOWN_RETRY_SECONDS = 1.0  # used before any request has left the queue
+MEMORY_SECONDS = 30.0  # after this time a departure's weight has decayed to 1/e
+MOST_PACE_SECONDS = 3600.0  # upper bound of the reported mean
+FEW_LEFT = 64  # stale numbers that a FifoByKey always tolerates
 
 T = TypeVar("T")
 
 
 class DepartureRate:
-    """The mean time between departures from the queue while somebody waits, as seen lately.
+    """The recent mean time between departures from the queue while requests wait.
 
-    Departures come in bursts (a batch ends as one), so time and departures are summed apart; both
-    sums decay with the time constant MEMORY_SECONDS.
+    Departures come in bursts, since a batch ends at once. Time and departures are therefore summed
+    separately; both sums decay with the time constant MEMORY_SECONDS.
     """
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._departures = 0.0
-        self._noted_at = 0.0  # the latest departure, or when the queue was last empty
+        self._noted_at = 0.0  # time of the latest departure, or when the queue was last empty
 
     def restart(self, now: float) -> None:
-        """The queue was empty until now; that time tells nothing."""
+        """Ignore the time until now, during which the queue was empty."""
         self._noted_at = now
 
     def note(self, departures: int, now: float) -> None:
-        """So many requests left the queue just now."""
+        """Record that this many requests left the queue just now."""
         if departures == 0:
             return
         self._seconds, self._departures = self._faded(now)
@@ -69,12 +68,14 @@ class DepartureRate:
         return self._departures > 0
 
     def at_rest(self) -> float:
-        """Seconds per departure as of the latest one; 0 when there has been none."""
+        """Return seconds per departure as of the latest one; 0 if there was none."""
         return self._seconds / self._departures if self.known else 0.0
 
     def at(self, now: float) -> float:
-        """Seconds per departure, the time since the latest one included. Before the first one, how
-        long it has been waited for."""
+        """Return seconds per departure, counting the time since the latest one.
+
+        Before the first departure: the time spent waiting for it.
+        """
         seconds, departures = self._faded(now)
         if not self.known:
             return min(seconds, MOST_PACE_SECONDS)
@@ -89,21 +90,21 @@ class DepartureRate:
 class FifoByKey(Generic[T]):
     """Items by number, the least first; numbers rise with the items' first arrival.
 
-    Items may leave, and come back, in any order. To arrive and to leave is O(1), to come back
-    O(log n).
+    Items may leave and come back in any order. Arriving and leaving take O(1), coming back O(log
+    n).
     """
 
     def __init__(self) -> None:
-        self._items: OrderedDict[int, T] = OrderedDict()  # those that have not been away
-        self._latest = -1  # of all that ever were among them
-        self._back: dict[int, T] = {}  # the others
-        self._numbers: list[int] = []  # theirs, as a heap; and of some that have left
+        self._items: OrderedDict[int, T] = OrderedDict()  # items that were never away
+        self._latest = -1  # the largest number ever in `_items`
+        self._back: dict[int, T] = {}  # items that have come back
+        self._numbers: list[int] = []  # heap of the numbers of `_back`, and of some that have left
 
     def __len__(self) -> int:
         return len(self._items) + len(self._back)
 
     def add(self, number: int, item: T) -> None:
-        """Adds an item whose number is not in."""
+        """Add an item whose number is not present."""
         if number > self._latest:
             self._items[number] = item
             self._latest = number
@@ -112,15 +113,15 @@ class FifoByKey(Generic[T]):
             heapq.heappush(self._numbers, number)
 
     def discard(self, number: int) -> None:
-        """Removes an item, if it is in."""
+        """Remove an item if it is present."""
         if self._items.pop(number, None) is None and self._back.pop(number, None) is not None:
             if len(self._numbers) > 2 * len(self._back) + FEW_LEFT:
-                self._numbers = sorted(self._back)  # which is a heap
+                self._numbers = sorted(self._back)  # a sorted list is a heap
             while self._numbers and self._numbers[0] not in self._back:
                 heapq.heappop(self._numbers)
 
     def first(self) -> T | None:
-        """The item of the least number; None when there is none."""
+        """Return the item with the least number; None if there is none."""
         if self._back:
             number = self._numbers[0]
             if not self._items or number < next(iter(self._items)):
@@ -129,21 +130,21 @@ class FifoByKey(Generic[T]):
 
 
 class _OwnerQueue:
-    """What waits of one owner at one level."""
+    """One owner's waiting requests at one priority level."""
 
     __slots__ = ("ready", "start", "waiting")
 
     def __init__(self) -> None:
         self.ready: FifoByKey[Sequence] = FifoByKey()  # without those that are held
-        self.waiting = 0  # with them
-        self.start = 0  # tokens that the owner has been given, as the level counts them
+        self.waiting = 0  # number of requests, including held ones
+        self.start = 0  # virtual time: tokens that the owner was given, as the level counts them
 
 
 class _PriorityLevel:
     """The owners' queues of one priority.
 
-    Owners are ranked when somebody asks who is first, not whenever something changes: while there
-    is one alone, never.
+    Owners are ranked only when `first` is called, not at every change; a single owner is never
+    ranked.
     """
 
     __slots__ = (
@@ -152,18 +153,19 @@ class _PriorityLevel:
     )  # fmt: skip
 
     def __init__(self, served_at: int) -> None:
-        # By owner: those of whom something waits, or who are ahead of the clock.
+        # By owner: those with waiting requests, or ahead of the clock.
         self.queues: dict[str, _OwnerQueue] = {}
-        self.ranking: LazyHeap[str] = LazyHeap()  # owners who are ready, by start, then by arrival
-        self.changed: set[str] = set()  # owners whose queues have, since they were ranked
-        self.owing: LazyHeap[str] = LazyHeap()  # owners of whom nothing waits, by start
-        self.idle = 0  # how many these are
-        self.clock = 0  # the start of the latest departure
-        self.ready = self.waiting = self.running = 0  # sequences; `ready`: not held
-        self.served_at = served_at  # departures of the queue at this level's latest
+        # owners with ready requests, by start, then by arrival
+        self.ranking: LazyHeap[str] = LazyHeap()
+        self.changed: set[str] = set()  # owners whose queues changed since they were ranked
+        self.owing: LazyHeap[str] = LazyHeap()  # owners without waiting requests, by start
+        self.idle = 0  # number of owners in `owing`
+        self.clock = 0  # start of the latest departure
+        self.ready = self.waiting = self.running = 0  # number of sequences; `ready`: not held
+        self.served_at = served_at  # value of the queue's departure count at this level's latest
 
     def queue_of(self, owner: str) -> _OwnerQueue:
-        """The owner's queue, in which one more is going to wait."""
+        """Return the owner's queue, to which a request is about to be added."""
         queue = self.queues.get(owner)
         if queue is None:
             queue = self.queues[owner] = _OwnerQueue()
@@ -173,21 +175,21 @@ class _PriorityLevel:
         return queue
 
     def make_ready(self, sequence: Sequence, queue: _OwnerQueue) -> None:
-        """It may be the next one of its owner, whose queue this is."""
-        if not queue.ready:  # nothing that was held could have left: that saves nothing up
+        """Let a sequence be a candidate of its owner, whose queue is `queue`."""
+        if not queue.ready:  # held requests could not have left, so they earn no credit
             queue.start = max(queue.start, self.clock)
         queue.ready.add(sequence.key, sequence)
         self.ready += 1
         self.changed.add(sequence.owner)
 
     def make_unready(self, sequence: Sequence, queue: _OwnerQueue) -> None:
-        """It is held from now on, or does not wait any more."""
+        """Remove a sequence from the candidates, because it is held or no longer waits."""
         queue.ready.discard(sequence.key)
         self.ready -= 1
         self.changed.add(sequence.owner)
 
     def leave(self, owner: str, queue: _OwnerQueue) -> None:
-        """One of the owner's does not wait any more."""
+        """Record that one of the owner's requests no longer waits."""
         self.waiting -= 1
         queue.waiting -= 1
         if not queue.waiting:
@@ -197,7 +199,7 @@ class _PriorityLevel:
             self.forget()
 
     def first(self) -> Sequence | None:
-        """The next one to leave; None when none is ready."""
+        """Return the next sequence to leave; None if none is ready."""
         if len(self.queues) == 1:
             return next(iter(self.queues.values())).ready.first()
         for owner in self.changed:
@@ -211,7 +213,7 @@ class _PriorityLevel:
         return None if chosen is None else self.queues[chosen].ready.first()
 
     def forget(self) -> None:
-        """Drops the queues of owners of whom nothing waits and who are not ahead of the clock."""
+        """Drop the queues of owners without waiting requests that are not ahead of the clock."""
         while (owner := self.owing.first()) is not None:
             if self.queues[owner].start > self.clock:
                 return
@@ -223,56 +225,57 @@ class _PriorityLevel:
 
 
 class RequestQueue:
-    """Who waits, and who is next.
+    """The bounded queue of waiting requests, and the choice of the next one.
 
-    `most` requests may wait, of `most_tokens` prompt tokens; `refusal` says so before `enqueue`. A
-    sequence is enqueued, may be held and resumed, and is dequeued or removed. When one that was
-    dequeued has ended, `refund` is called. Times are seconds of any one monotonic clock.
+    At most `most` requests with `most_tokens` prompt tokens may wait; check `refusal` before
+    `enqueue`. A sequence is enqueued, may be held and resumed, and is dequeued or removed. Call
+    `refund` when a dequeued one has ended. Times are seconds of any one monotonic clock.
     """
 
     def __init__(self, most: int = sys.maxsize, most_tokens: int = sys.maxsize) -> None:
         self._most = most
         self._most_tokens = most_tokens
         self._levels: dict[int, _PriorityLevel] = {}  # by priority
-        self._held: dict[Hashable, dict[int, Sequence]] = {}  # by what is pending
-        self._held_on: dict[int, Hashable] = {}
-        self._queued = QueueCounts()  # all of them
+        # held sequences by key, by what they wait for
+        self._held: dict[Hashable, dict[int, Sequence]] = {}
+        self._held_on: dict[int, Hashable] = {}  # what each held sequence waits for, by key
+        self._queued = QueueCounts()  # counts of all waiting requests
         self._departures = 0
-        self._since_others = 0  # departures of the most urgent level while others waited
+        self._since_others = 0  # departures of the most urgent level in a row while others waited
         self._pace = DepartureRate()
-        self._refused = 0  # since the latest departure
-        self._lasting = 0  # of those that wait, whose answers may have several tokens
+        self._refused = 0  # refusals since the latest departure
+        self._lasting = 0  # waiting requests whose answers may have several tokens
 
     def __len__(self) -> int:
         return self._queued.requests
 
     @property
     def ready(self) -> int:
-        """How many requests wait for nothing but a slot: they are not held."""
+        """Requests that wait for nothing but a slot: they are not held."""
         return self._queued.requests - len(self._held_on)
 
     @property
     def lasting(self) -> int:
-        """At least so many of the `ready` ones will decode, beyond their first tokens."""
+        """A lower bound of the `ready` requests that will decode beyond their first token."""
         return max(0, self._lasting - len(self._held_on))
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens of all requests that wait."""
+        """Prompt tokens of all waiting requests."""
         return self._queued.tokens
 
     def of(self, owner: str) -> tuple[int, int]:
-        """How many requests of an owner wait, and their prompt tokens."""
+        """Return (waiting requests, their prompt tokens) of an owner."""
         return self._queued.of(owner)
 
     def refusal(self, owner: str, prompt_tokens: int, free: int, now: float) -> QueueFull | None:
-        """Why an owner's next request may not be enqueued, or None.
+        """Return the error with which an owner's next request must be refused, or None.
 
         Args:
-            owner: whose request it is; "" for nobody's.
-            prompt_tokens: of the request.
-            free: slots that are free. So many of the waiting requests count as running.
-            now: seconds; the error's `retry_after` is reckoned from it.
+            owner: the request's owner; "" for none.
+            prompt_tokens: length of its prompt.
+            free: free slots; that many waiting requests count as running.
+            now: seconds; the error's `retry_after` is relative to it.
         """
         taken = self._queued.requests - free
         if taken < 0:
@@ -284,7 +287,7 @@ class RequestQueue:
             reason = _is_waiting("requests", len(self), own, kind)
             return self._refuse(kind, reason, now)
         tokens, most = self.tokens, self._most_tokens
-        if not tokens:  # the first that waits may have any length
+        if not tokens:  # the first waiting request may have any length
             return None
         kind = queue_policy.refusal(
             taken=tokens, own=own_tokens, more=prompt_tokens, most=most, owner=owner
@@ -294,7 +297,7 @@ class RequestQueue:
         return self._refuse(kind, _is_waiting("prompt tokens", tokens, own_tokens, kind), now)
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Puts a sequence where its key, its order of arrival, puts it in its owner's queue."""
+        """Add a sequence to its owner's queue; its key is its order of arrival."""
         if not self._queued.requests:
             self._pace.restart(now)
         level = self._levels.get(sequence.priority)
@@ -308,15 +311,14 @@ class RequestQueue:
         self._queued.add(sequence.owner, sequence.prompt_tokens)
 
     def first(self) -> Sequence | None:
-        """The next sequence to be dequeued; None when none waits, or all are held."""
+        """Return the next sequence to be dequeued; None if none waits or all are held."""
         level = self._next_level()
         return None if level is None else level.first()
 
     def hold(self, sequence: Sequence, awaited: Hashable) -> None:
-        """Passes a sequence, which waits and is not held, over until `resume` is called.
+        """Pass over a waiting sequence until `resume` is called.
 
-        `awaited` is what it waits for: a prefix that is being read, a state that comes from a file,
-        or a grammar.
+        `awaited` is what it waits for: a prefix being read, a state from a file, or a grammar.
         """
         level = self._levels[sequence.priority]
         level.make_unready(sequence, level.queues[sequence.owner])
@@ -324,8 +326,7 @@ class RequestQueue:
         self._held_on[sequence.key] = awaited
 
     def resume(self, awaited: Hashable) -> None:
-        """Puts the sequences held on `awaited` back where their arrival puts them; there may be
-        none."""
+        """Put the sequences held on `awaited`, if any, back in their order of arrival."""
         held = self._held.pop(awaited, None)
         if held is None:
             return
@@ -335,7 +336,7 @@ class RequestQueue:
             level.make_ready(sequence, level.queues[sequence.owner])
 
     def dequeue(self, sequence: Sequence, tokens: int) -> None:
-        """Takes out the sequence that `first` gave, for a slot.
+        """Remove the sequence that `first` returned, because it gets a slot.
 
         Its owner is charged `tokens`: what it has to read and may generate.
         """
@@ -354,12 +355,13 @@ class RequestQueue:
         self._forget(sequence, level, queue)
 
     def refund(self, sequence: Sequence, tokens: int) -> None:
-        """A sequence that was dequeued has ended, and used so many `tokens` less than charged."""
+        """Return to the owner the `tokens` that an ended sequence was charged but did not use."""
         level = self._levels[sequence.priority]
         level.running -= 1
-        queue = level.queues.get(sequence.owner) if tokens else None  # without any, nothing moves
+        # a refund of 0 changes nothing
+        queue = level.queues.get(sequence.owner) if tokens else None
         if queue is not None:
-            # No further than the clock: that moved on by what was charged, for others too.
+            # Not below the clock, which has advanced by the charge for other owners too.
             queue.start = max(queue.start - tokens, min(queue.start, level.clock))
             level.changed.add(sequence.owner)
             if not queue.waiting:
@@ -368,7 +370,7 @@ class RequestQueue:
         self._tidy(level, sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence that waits, held or not, and gets no slot."""
+        """Remove a waiting sequence, held or not, that gets no slot."""
         level = self._levels[sequence.priority]
         queue = level.queues[sequence.owner]
         awaited = self._held_on.pop(sequence.key, None)
@@ -381,25 +383,28 @@ class RequestQueue:
         self._forget(sequence, level, queue)
 
     def _forget(self, sequence: Sequence, level: _PriorityLevel, queue: _OwnerQueue) -> None:
-        """It is neither ready nor held."""
+        """Remove a sequence that is neither ready nor held from all counts."""
         self._lasting -= sequence.max_tokens > 1
         self._queued.remove(sequence.owner, sequence.prompt_tokens)
         level.leave(sequence.owner, queue)
         self._tidy(level, sequence.priority)
 
     def pace(self, now: float) -> float:
-        """Mean seconds from one departure to the next; 0: unknown."""
+        """Return the mean seconds between two departures; 0: unknown."""
         return self._pace.at(now) if len(self) else self._pace.at_rest()
 
     def note_admitted(self, count: int, now: float) -> None:
-        """`count` sequences left the queue for a slot just now."""
+        """Record that `count` sequences just left the queue for a slot."""
         self._pace.note(count, now)
         if count:
             self._refused = 0
 
     def _refuse(self, kind: type[QueueFull], reason: str, now: float) -> QueueFull:
-        """One place frees per departure, at the pace seen so far; whoever is refused in between is
-        sent further back, so that not all of them return at once."""
+        """Make the error for a refusal, with an estimate of when to retry.
+
+        One place becomes free per departure, at the recent pace. Each further refusal gets a later
+        time, so that clients do not all return at once.
+        """
         self._refused += 1
         pace = self.pace(now)
         if not self._pace.known:
@@ -421,7 +426,7 @@ class RequestQueue:
         return min(others, key=lambda level: level.served_at)
 
     def _count_turn(self, priority: int) -> None:
-        """Counts how often in a row others stood back behind the most urgent level."""
+        """Count how many times in a row others were passed over for the most urgent level."""
         ready = self._ready_levels()
         others_wait = len(ready) > 1 and priority == min(ready)
         self._since_others = self._since_others + 1 if others_wait else 0
@@ -435,7 +440,7 @@ class RequestQueue:
 
 
 def _is_waiting(what: str, all: int, own: int, kind: type[QueueFull]) -> str:
-    """Of what there is too much already: all owners' or, where `kind` says so, this one's."""
+    """Describe what is full: the whole queue or, if `kind` is ShareFull, this owner's share."""
     if kind is ShareFull:
         return f"{own} {what} of this key are waiting already"
     return f"{all} {what} are waiting already"

@@ -1,8 +1,8 @@
 """RequestTable: the requests in flight, where each of them is, and how they end.
 
-A sequence waits, reads its prompt, decodes, and ends once: finished, or failed. Then its slot is
-free. A sequence whose state must be computed once more before it can be stored leaves its slot to a
-*rebuild* (`state_manager`), which reads for that, and ends for it.
+A sequence waits, reads its prompt, decodes, and ends once: finished or failed. Then its slot is
+free. If a sequence's state must be computed again before it can be stored, a *rebuild* takes over
+its slot (`state_manager`), reads the text again, and ends in its place.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.step_plan import StepPlan
 
 
 class RequestTable:
-    """Adds requests, and ends them in whatever state they are.
+    """Adds requests, and ends them whatever their stage.
 
-    It shares its collaborators with the scheduler. That moves sequences on from one to the other;
-    the table takes them out of all of these when they end.
+    It shares its collaborators with the scheduler, which moves sequences from one to the next; the
+    table removes them from all when they end.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class RequestTable:
         self._queue = queue
         self._decoding = decoding
         self._output = output
-        self.next_key = 0  # of the next sequence
+        self.next_key = 0  # key of the next sequence
         # Sequences with a slot that do not decode yet, by key, in order of admission.
         self.prefilling: dict[int, Sequence] = {}
-        self._rebuilds: list[Sequence] = []  # those of them that no plan has admitted yet
+        # sequences in `prefilling` that no plan has admitted yet
+        self._rebuilds: list[Sequence] = []
         self._clients: dict[Hashable, dict[int, Sequence]] = {}  # in flight, by client and id
         self._deadlines: Deadlines[Sequence] = Deadlines()
-        self._ended: list[int] = []  # keys that the runner is to be told of
+        self._ended: list[int] = []  # keys to report to the runner
 
     def __bool__(self) -> bool:
-        """Whether any request is in flight."""
+        """Return whether any request is in flight."""
         return bool(self._clients)
 
     @property
@@ -60,19 +61,19 @@ class RequestTable:
         return self._clients.keys()
 
     def has(self, client: Hashable, request_id: int) -> bool:
-        """Whether this request is in flight."""
+        """Return whether this request is in flight."""
         return request_id in self._clients.get(client, ())
 
     def running(self, key: int) -> Sequence | None:
-        """The sequence with this key, if it has a slot and has not ended."""
+        """Return the sequence with this key if it has a slot and has not ended."""
         return self._decoding.sequences.get(key) or self.prefilling.get(key)
 
     def reading(self, kind: BatchKind) -> list[Sequence]:
-        """The sequences whose prompts a plan of this kind may read, in order of admission."""
+        """Return the sequences whose prompts this kind of plan may read, in order of admission."""
         return [sequence for sequence in self.prefilling.values() if kind.has(sequence)]
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Puts a sequence, made with `next_key`, into the queue. The cache has accepted it."""
+        """Add a sequence, made with `next_key`, to the queue; the cache must have accepted it."""
         self.next_key += 1
         self._clients.setdefault(sequence.client, {})[sequence.request.id] = sequence
         self._queue.enqueue(sequence, now)
@@ -89,7 +90,7 @@ class RequestTable:
         now: float,
         kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early; as `Scheduler.abort`."""
+        """End requests early; see `Scheduler.abort`."""
         lengths, over = iter(kept), []
         for request_id in list(self._clients.get(client, ()) if ids is None else ids):
             sequence, length = self._clients.get(client, {}).get(request_id), next(lengths, None)
@@ -98,31 +99,31 @@ class RequestTable:
             elif self._cache.may_end(sequence, reason, length):
                 self.finish(sequence, reason, now)
         if reason == "abort":
-            self._cache.stop_waiting(over, "the request was ended")
+            self._cache.stop_waiting(over, "the request was ended early")
 
     def abort_all(self, now: float) -> None:
-        """Ends every request as aborted."""
+        """End every request as aborted."""
         for sequence in self._in_flight():
             self.finish(sequence, "abort", now)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose time is over, also those that wait for a state's file alone."""
+        """End requests whose timeout has passed, even if they only wait for a state's file."""
         for sequence in self._deadlines.overdue(now):
             self.finish(sequence, "timeout", now)
-        self._cache.stop_overdue(now, "the request's time is over")
+        self._cache.stop_overdue(now, "the request's timeout has passed")
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, now: float, read: int | None = None
     ) -> None:
-        """Ends a sequence that was served, also in part.
+        """End a sequence that was served, completely or in part.
 
         Args:
             sequence: any that has not ended.
-            reason: why it ends, as its client is told.
+            reason: reported to its client.
             now: seconds.
-            read: how many of the answer's tokens its slot's state has read. None where that is not
-                known, because the device may have gone on; then the answer may lack tokens that
-                are in the decode batch, and gets them here.
+            read: how many of the answer's tokens the state in its slot has read. None if unknown,
+            because the device may have gone on; the answer then gets missing tokens from the decode
+            batch.
         """
         if read is None:
             self._decoding.catch_up(sequence)
@@ -145,20 +146,20 @@ class RequestTable:
         self._end(sequence)
 
     def fail(self, sequence: Sequence, error: EngineError) -> None:
-        """Ends a sequence that cannot be served."""
+        """End a sequence that cannot be served."""
         self._decoding.catch_up(sequence)
         self._end(sequence)
         self._output.failed(sequence.client, sequence.request.id, error)
 
     def fail_all(self, error: EngineError) -> None:
-        """Fails every request."""
+        """Fail every request."""
         for sequence in self._in_flight():
             self.fail(sequence, error)
 
-    # What a plan needs of those that end or have ended.
+    # Parts of plans that concern ending sequences.
 
     def readmit(self, plan: StepPlan, kind: BatchKind) -> None:
-        """Plans the admission of rebuilds, which have their slots already."""
+        """Plan the admission of rebuilds, which have their slots already."""
         rebuilds = [one for one in self._rebuilds if kind.has(one)]
         self._rebuilds = [one for one in self._rebuilds if not kind.has(one)]
         for rebuild in rebuilds:
@@ -170,32 +171,36 @@ class RequestTable:
                 self.fail(rebuild, error)
 
     def ending(self) -> list[Sequence]:
-        """Sequences whose slots others may have in the plan after the round under way, because
-        they end with that round whatever it brings."""
+        """Return sequences that end with the round in flight, whatever its result.
+
+        Their slots may be given to others in the next plan.
+        """
         own = self._cache.has_named_state
         return [one for one in self._decoding.ending() if not (one.over or own(one))]
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Frees the slot of a sequence that is `ending`, before it has ended. What the round under
-        way brings it is delivered all the same."""
+        """Free the slot of a sequence that is `ending`, before it has ended.
+
+        Its tokens from the round in flight are delivered all the same.
+        """
         self._cache.on_slot_reused(sequence)
         self._decoding.hand_over(sequence)
         self._slots.release(sequence.slot)
 
     def take_ended(self) -> list[int]:
-        """The keys of the sequences that ended since the last call."""
+        """Return the keys of the sequences that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def put_back_ended(self, keys: Iterable[int]) -> None:
-        """The plan that was to tell the runner of these failed; the next one has to."""
+        """Report these keys with the next plan, because the plan that had them failed."""
         self._ended.extend(keys)
 
     def _in_flight(self) -> list[Sequence]:
         return [sequence for mine in self._clients.values() for sequence in mine.values()]
 
     def _rebuild(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Puts another sequence in its place, which ends when the state is what is to be kept."""
+        """Replace a sequence by one that ends when the state to keep has been computed."""
         rebuild = self._cache.rebuild(sequence, self.next_key, reason, now)
         self.next_key += 1
         rebuild.slot, sequence.over = sequence.slot, True
@@ -225,7 +230,7 @@ class RequestTable:
             self._slots.release(sequence.slot)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Takes a sequence with a slot out of all that runs."""
+        """Remove a sequence that has a slot from everything that runs."""
         self.prefilling.pop(sequence.key, None)
         for awaited in self._cache.cancel_pending(sequence):
             self._queue.resume(awaited)

@@ -2,10 +2,10 @@
 
 Continuous batching: a round decodes tokens of every sequence whose prompt has been read, and reads
 up to `max_step_tokens` prompt tokens of the others. A state never grows, so a request is admitted
-as soon as a slot is free, in the order that `request_queue` decides. A round takes as many decode
-steps as `decode_scheduler` decides. Where the device samples by itself (`StepPlan.plain`), the next
-round is planned before the results of this one are known. Rows that the host samples for, such as
-those with a grammar, take one step a round, in turns with the others.
+as soon as a slot is free, in the order that `request_queue` decides. `decode_scheduler` decides how
+many decode steps a round takes. If the device samples by itself (`StepPlan.plain`), the next round
+is planned before the results of this one are known. Rows for which the host samples, such as those
+with a grammar, take one step a round, alternating with the others.
 
 Prompt chunks (`prefill_budget`) end where states are to be cached (`state_manager`). With whole
 chunks, that changes no bit of an answer.
@@ -13,17 +13,17 @@ chunks, that changes no bit of an answer.
 Invariants:
 
 - Plans are completed in the order in which they were made, by `commit` or `fail`.
-- Plan N+1 may be made before round N has ended (`schedule_ahead`), never plan N+2. It uses nothing
-  that round N's results decide: a sequence may turn out to have ended, and its row then draws
-  tokens that nobody is told of.
-- The device carries plans out in their order. So a slot that comes free is given to another
-  sequence in the next plan, even if a round under way still writes to it.
-- A row of the state pool is written by at most one copy of a plan, and one that a plan admits from
-  is not given away in that plan.
-- A sequence is in one place: in the queue (ready, or held), in `RequestTable.prefilling`, in
+- Plan N+1 may be made before round N has ended (`schedule_ahead`), plan N+2 may not. It uses
+  nothing that round N's results decide: a sequence may turn out to have ended, and the tokens that
+  its row then samples are dropped.
+- The device executes plans in order. So a free slot is given to another sequence in the next plan,
+  even if a round in flight still writes to it.
+- At most one copy of a plan writes to a row of the state pool. A row from which a plan admits a
+  request is not reused in that plan.
+- A sequence is in one place: in the queue (ready or held), in `RequestTable.prefilling`, in
   `DecodeScheduler.sequences`, or it has ended.
 - A sequence without a slot waits, and has read nothing. Nothing that runs is preempted.
-- A request ends in exactly one `Finished` or `Failed`, and nothing is told of it after that.
+- A request ends in exactly one `Finished` or `Failed`, its last event.
 - A round reads at most `max_step_tokens` prompt tokens. It takes several decode steps only if its
   plan is `plain`.
 """
@@ -61,25 +61,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """What one scheduler may use, and what its runner can do."""
+    """The limits of one scheduler, and the abilities of its runner."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # each of them ends a text
-    slots: int  # rows of the state pool for sequences that run, from row 0 on
-    state_bytes: int  # of one row, for the statistics
-    max_step_tokens: int  # prompt tokens that a round reads at most
-    max_waiting: int  # requests without a slot
-    max_waiting_tokens: int = sys.maxsize  # prompt tokens of these
-    most_steps: int = 1  # decode steps of a round at most; with 1, no plan is plain
+    slots: int  # rows of the state pool for running sequences, from row 0 on
+    state_bytes: int  # size of one row, for the statistics
+    max_step_tokens: int  # the most prompt tokens that a round reads
+    max_waiting: int  # the most requests without a slot
+    max_waiting_tokens: int = sys.maxsize  # the most prompt tokens of waiting requests
+    most_steps: int = 1  # the most decode steps in a round; with 1, no plan is plain
     overlaps: bool = False  # `schedule_ahead` will be called
 
 
 class Scheduler:
-    """Turns requests into plans and step results into events.
+    """Turns requests into plans, and results of rounds into events.
 
-    Per round: `schedule`, carry the plan out, then `commit`, or `fail` when that raised. Between
-    these two, `schedule_ahead` may give the plan that is to follow. `enqueue`, `abort` and `events`
-    may come at any time between these calls. One thread makes all calls. A client is any hashable
+    For each round call `schedule`, execute the plan, then call `commit`, or `fail` if it raised. In
+    between, `schedule_ahead` may return the plan to follow. `enqueue`, `abort` and `events` may be
+    called at any time between these calls. One thread makes all calls. A client is any hashable
     value. Times are seconds of any one monotonic clock.
     """
 
@@ -89,11 +89,12 @@ class Scheduler:
         cache: StateCacheManager,
         grammars: GrammarCache | None = None,
     ) -> None:
-        """
+        """Create a scheduler without requests.
+
         Args:
-            config: bounds and sizes.
-            cache: the engine's cached and named states. Its rows lie behind those of the slots.
-            grammars: the model's; None where requests cannot have one.
+            config: limits and sizes.
+            cache: the engine's cached and named states, whose rows follow those of the slots.
+            grammars: the model's grammars; None if requests cannot have one.
         """
         self._config = config
         self._cache = cache
@@ -109,9 +110,9 @@ class Scheduler:
             for kind in (BatchKind.ALL, BatchKind.HOSTED)
         }
         self._budgets[BatchKind.PLAIN] = self._budgets[BatchKind.ALL]
-        self._refusal: EngineError | None = None  # of everything new
-        self._now = 0.0  # of the latest commit
-        self._step = Stats()  # of the latest round, until `events`
+        self._refusal: EngineError | None = None  # the error for all new requests
+        self._now = 0.0  # time of the latest commit
+        self._step = Stats()  # counters of the latest round, until `events`
 
     @property
     def has_work(self) -> bool:
@@ -121,18 +122,18 @@ class Scheduler:
     # Requests.
 
     def enqueue(self, client: Hashable, request: Request, now: float) -> None:
-        """Puts a request into the queue, or reports in an event why it is not taken.
+        """Add a request to the queue, or report a refusal as an event.
 
-        A second request of an id that is in flight is ignored. Raises nothing on account of the
+        A second request with an id that is in flight is ignored. Never raises because of the
         request.
 
         Args:
-            client: who is told of it.
+            client: receives its events.
             request: its id is unique within the client's requests in flight.
-            now: seconds; its time-out counts from there.
+            now: seconds; its timeout counts from here.
         """
         if self._table.has(client, request.id):
-            log.warning("request id %d is in flight already; ignored", request.id)
+            log.warning("ignored a second request with id %d, which is in flight", request.id)
             return
         key, eos = self._table.next_key, self._config.eos_token_ids
         sequence = Sequence(key, client, request, eos, now)
@@ -153,11 +154,11 @@ class Scheduler:
             raise refusal
 
     def reject(self, client: Hashable, request_id: int, error: EngineError) -> None:
-        """Reports a request that was never enqueued as failed."""
+        """Report a request that was never enqueued as failed."""
         self._output.failed(client, request_id, error)
 
     def refuse(self, error: EngineError) -> None:
-        """Makes all requests fail with `error` that are enqueued from now on."""
+        """Make all requests that are enqueued from now on fail with `error`."""
         self._refusal = error
 
     def abort(
@@ -168,40 +169,41 @@ class Scheduler:
         now: float,
         kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early; those that are unknown or have ended are passed over.
+        """End requests early; ids that are unknown or have ended are ignored.
 
-        Requests that have ended, but for their states' files, wait for these no longer.
+        Requests that only wait for their states' files stop waiting.
 
         Args:
             client: whose requests they are.
             ids: which ones; None: all of the client's.
-            reason: what they are told to have ended with.
+            reason: the finish reason to report.
             now: seconds.
-            kept: parallel to `ids`, how many tokens of the answer stand in the text whose state is
-                kept (`Abort.kept`); empty: all that were delivered.
+            kept: parallel to `ids`, how many tokens of the answer belong to the kept state
+            (`Abort.kept`); empty: all that were delivered.
         """
         self._table.abort(client, ids, reason, now, kept)
 
     def abort_all(self, now: float) -> None:
-        """Ends every request as aborted."""
+        """End every request as aborted."""
         self._table.abort_all(now)
 
-    # A round.
+    # Rounds.
 
     def schedule(self, now: float) -> StepPlan:
-        """Makes the next plan. No round may be under way.
+        """Make the next plan. No round may be in flight.
 
-        Returns the plan, which is to be carried out unless it is `empty`: there is nothing to do
-        yet.
+        Returns:
+            The plan; if it is `empty`, there is nothing to do yet and it must not be executed.
         """
         self._look_around(now)
         return self._first_plan(self._decoding.kinds(), now, [])
 
     def schedule_ahead(self, now: float) -> StepPlan:
-        """Makes the plan that follows the one round under way, whatever that brings.
+        """Make the plan that follows the one round in flight, whatever its result.
 
-        Returns an empty plan when nothing is to follow, when two rounds are under way, or when it
-        cannot be known what follows, because the host samples for rows of both.
+        Returns:
+            An empty plan if nothing follows, if two rounds are in flight, or if it cannot be known
+            what follows because the host samples for rows of both.
         """
         self._look_around(now)
         ending = self._table.ending()
@@ -215,7 +217,7 @@ class Scheduler:
     def _first_plan(
         self, kinds: Collection[BatchKind], now: float, ending: list[Sequence]
     ) -> StepPlan:
-        """The plan of the first kind that has something to do."""
+        """Return the plan of the first kind that has something to do."""
         if kinds:
             self._cache.begin_plan()
         for kind in kinds:
@@ -225,7 +227,7 @@ class Scheduler:
         return StepPlan()
 
     def _schedule(self, kind: BatchKind, now: float, ending: list[Sequence]) -> StepPlan:
-        """A plan of this kind. The slots of sequences that are `ending` may go to others."""
+        """Make a plan of this kind; the slots of `ending` sequences may go to others."""
         plan = StepPlan()
         self._table.readmit(plan, kind)
         self._schedule_admissions(plan, kind, now, ending)
@@ -239,13 +241,13 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Moves sequences on by what a round brought. The round is under way no longer.
+        """Apply the result of a round, which is then no longer in flight.
 
-        Sequences that ended meanwhile are passed over.
+        Sequences that have ended meanwhile are skipped.
 
         Args:
-            plan: the oldest of those made and not completed yet.
-            result: what the runner gave for it.
+            plan: the oldest plan that is not completed yet.
+            result: the runner's result for it.
             now: seconds.
         """
         self._now = now
@@ -279,9 +281,9 @@ class Scheduler:
         self._step = self._decoding.measure(plan, result, decoding, left, tokens)
 
     def fail(self, plan: StepPlan, error: EngineError) -> None:
-        """Fails every sequence that took part in a plan that could not be carried out.
+        """Fail every sequence that took part in a plan whose execution failed.
 
-        Plans that were started after it must fail too.
+        Plans that were started after it must be failed too.
         """
         self._cache.on_plan_failed(plan)
         for sequence in self._decoding.fail(plan):
@@ -292,14 +294,14 @@ class Scheduler:
         self._table.put_back_ended(plan.release)
 
     def fail_all(self, error: EngineError) -> None:
-        """Fails every request, and every one that is enqueued later: nothing can be served."""
+        """Fail every request, and every later one, because nothing can be served any more."""
         self._table.fail_all(error)
         self.refuse(error)
 
-    # What there is to tell.
+    # Events.
 
     def load(self, of: Stats | None = None) -> Stats:
-        """The present load, beside what `of` says of a round."""
+        """Return the current load, together with the round's counters in `of`."""
         return msgspec.structs.replace(
             of or Stats(),
             running=self._slots.used,
@@ -312,10 +314,10 @@ class Scheduler:
         )
 
     def events(self, anybody: Collection[Hashable] = ()) -> dict[Hashable, StepEvents]:
-        """What happened since the last call, for every client that has a part in it.
+        """Return what happened since the last call, for every client that it concerns.
 
-        What no client has a part in is told by a later call. Errors of the disk are not: if there
-        is nobody else to tell, `anybody` is told of them.
+        Counters that concern no client are included in a later call. Disk errors are not deferred:
+        if no other client can receive them, `anybody` gets them.
         """
         listeners: Collection[Hashable] = self._table.clients
         if self._cache.has_store_errors and not self._output:
@@ -329,7 +331,7 @@ class Scheduler:
     # Scheduling.
 
     def _look_around(self, now: float) -> None:
-        """Resumes whose grammar is compiled and whose state is read by now; ends who is late."""
+        """Resume sequences whose grammar or state has become available, and end overdue ones."""
         for grammar in self._grammars.collect():
             self._queue.resume(grammar)
         for state in self._cache.collect():
@@ -339,22 +341,23 @@ class Scheduler:
     def _schedule_admissions(
         self, plan: StepPlan, kind: BatchKind, now: float, ending: list[Sequence]
     ) -> None:
-        """Gives slots to waiting requests, unless gathering more of them first pays."""
+        """Give slots to waiting requests, unless waiting for more of them pays."""
         free = self._slots.free + len(ending)
         limit, waiting = self._admission.limit(free), min(self._queue.ready, free)
         reading = bool(self._table.reading(kind))
         if waiting < limit and not reading and self._decoding.defers_prompts(kind):
             return
         admitted, masks = 0, MaskBudget()
-        # Requests of another kind, which are read in the next plan, come along where this one has
-        # something to do.
+        # Requests of another kind, whose prompts the next plan reads, are admitted as well if this
+        # plan has something to do.
         goes = reading or self._decoding.decodes(kind)
         while (sequence := self._next_waiting(free := self._slots.free + len(ending))) and free:
             own = kind.has(sequence)
             if admitted == limit or not (own or goes) or not masks.has_room(sequence.mask_cost):
                 break
             if not self._slots.free:
-                # Before the lookup: it may cost the very state that would be found.
+                # Before the lookup, because freeing the slot may evict the very state that would be
+                # found.
                 self._table.hand_over(ending.pop(0))
             try:
                 found = self._cache.lookup(sequence)
@@ -384,21 +387,23 @@ class Scheduler:
             self._admission.note(self._slots.free)
 
     def _follow(self, sequence: Sequence, now: float) -> bool:
-        """Lets a sequence, whose state to go on from is gone, go on from what has its name now.
-        Returns False where there is no such state."""
+        """Continue a sequence, whose state is gone, from the state that has its name now.
+
+        Returns False if there is no such state.
+        """
         source = self._cache.replacement(sequence)
         if source is None:
             return False
-        self._queue.remove(sequence)  # where its length is counted
+        self._queue.remove(sequence)  # the queue counts its present length
         self._cache.change_source(sequence, source)
         self._queue.enqueue(sequence, now)
         return True
 
     def _next_waiting(self, free: int) -> Sequence | None:
-        """The first request that waits and whose grammar is compiled.
+        """Return the first waiting request whose grammar is compiled.
 
-        Grammars of those before it are given to be compiled; while no slot is free, one at a time,
-        for one that is not used for long may be evicted again.
+        Grammars of requests before it are submitted for compilation. While no slot is free only one
+        is compiled at a time, because an unused grammar may be evicted again.
         """
         while (sequence := self._queue.first()) and (free or not self._grammars.pending):
             sampling = sequence.request.sampling
@@ -415,7 +420,7 @@ class Scheduler:
         return None
 
     def _schedule_prefill(self, plan: StepPlan, kind: BatchKind, now: float) -> None:
-        """Shares the round's prompt tokens among the sequences that read."""
+        """Share the round's prompt tokens among the sequences that read."""
         reading = [one for one in self._table.reading(kind) if one.remaining]
         for sequence, length in self._budgets[kind].share(reading):
             self._schedule_chunk(plan, sequence, length, now)
@@ -423,8 +428,10 @@ class Scheduler:
     def _schedule_chunk(
         self, plan: StepPlan, sequence: Sequence, length: int, now: float, source: int | None = None
     ) -> None:
-        """Plans the next `length` tokens of a prompt. With `source` there are none, and the first
-        token is sampled from the logits kept at that place."""
+        """Plan the next `length` tokens of a prompt.
+
+        With `source` there are none, and the first token is sampled from the logits stored there.
+        """
         if sequence.started_at is None:
             sequence.started_at = now
         start, stop = sequence.position, sequence.position + length
@@ -446,7 +453,7 @@ class Scheduler:
             sequence.anchor = stop
 
     def _schedule_decode(self, plan: StepPlan, kind: BatchKind) -> None:
-        """Adds the decode rows. Sequences whose prompts end in this plan may join them at once."""
+        """Add the decode rows; sequences whose prompts end in this plan may join at once."""
         prefilling = self._table.prefilling
         beginning = [prefilling[chunk.key] for chunk in plan.prefill if chunk.sample]
         self._decoding.schedule(plan, kind, beginning)
@@ -454,10 +461,10 @@ class Scheduler:
             if sequence.row >= 0:
                 del prefilling[sequence.key]
 
-    # Committing.
+    # Results.
 
     def _commit_chunk(self, sequence: Sequence, position: int, now: float) -> None:
-        """The prompt has been read up to `position`."""
+        """Record that the prompt has been read up to `position`."""
         stored = self._cache.on_stored(sequence, position)
         if stored is not None:
             self._queue.resume(stored)
@@ -469,7 +476,7 @@ class Scheduler:
                 self._decoding.add(sequence)
 
     def _commit_token(self, sequence: Sequence, sampled: Sampled, now: float) -> int:
-        """Delivers a sampled token; returns how many tokens that were, 0 or 1."""
+        """Deliver a sampled token; return the number of tokens delivered, 0 or 1."""
         verdict = sequence.verdict(sampled.token)
         if verdict == "stop":
             self._table.finish(sequence, "stop", now, read=sequence.drawn)
@@ -487,7 +494,7 @@ class Scheduler:
     def _commit_last(
         self, sequence: Sequence, ids: array[int], reports: PackedLogprobs | None, now: float
     ) -> int:
-        """Delivers the tokens with which the device ended a row; returns how many that were."""
+        """Deliver the tokens with which the device ended a row; return how many there were."""
         taken, verdict = sequence.take_last(ids, now)
         request, reports = sequence.request, reports and reports.part(0, taken)
         if request.stream and taken:
