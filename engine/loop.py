@@ -121,7 +121,7 @@ class EngineLoop:
                 self._tell_load(sent)
 
     def _tell_load(self, sent: Iterable[Hashable]) -> None:
-        """Report the load, at intervals and before idling, to clients without events in this step."""
+        """Report the load to clients without events in this step, but not too often."""
         now = time.monotonic()
         if now - self._load_sent_at < LOAD_SECONDS and self._engine.has_work:
             return

@@ -1,1 +1,1 @@
-"""Cached states: the prefix cache, named states and their tiers; no torch."""
+"""Cached states: the prefix cache, named states and their tiers; does not import torch."""

@@ -1,4 +1,4 @@
-"""CacheConfig: what an engine's cache of states is made with."""
+"""CacheConfig: the configuration of an engine's state cache."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ ANY_LAYOUT = StateLayout("", 2**31, (1, 1), None)  # for schedulers without a mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Of one engine. Without a StateFileStore beside it, the disk's bounds mean nothing."""
+    """The cache configuration of one engine; the disk limits apply only with a StateFileStore."""
 
-    device_rows: int  # of the state pool, for cached and named states
-    first_row: int  # of these rows
-    host_rows: int = 0  # of main memory
+    device_rows: int  # state pool rows for cached and named states
+    first_row: int  # index of the first of these rows
+    host_rows: int = 0  # rows in host memory
     layout: StateLayout = ANY_LAYOUT  # of the model's states
-    with_whole_chunks: bool = False  # states are stored at multiples of SCAN_CHUNK tokens alone
-    tree_bytes: int = 2**28  # of memory for the prefix cache's texts
-    ttl: float = 86400.0  # seconds that a named state stays unless its request says
-    most_states: int = 2**17  # with names, for one owner
-    disk_bytes: int = 0  # of named states' files
-    disk_cache_bytes: int = 0  # of the prefix cache's files
-    variant: str = ""  # of the model: cached states are read back by the same variant alone
-    placement: StatePlacement = field(default_factory=StatePlacement)  # of new states' ids
+    with_whole_chunks: bool = False  # store states only at multiples of SCAN_CHUNK tokens
+    tree_bytes: int = 2**28  # memory for the prefix cache's texts
+    ttl: float = 86400.0  # default lifetime of a named state, in seconds
+    most_states: int = 2**17  # named states of one owner
+    disk_bytes: int = 0  # for files of named states
+    disk_cache_bytes: int = 0  # for files of the prefix cache
+    variant: str = ""  # of the model; only the same variant reads cached states back
+    placement: StatePlacement = field(default_factory=StatePlacement)  # chooses ids of new states
 
     @property
     def host_row_bytes(self) -> int:
-        """Of one row of main memory: a state and its logits."""
+        """Bytes of one row of host memory: a state and its logits."""
         return self.layout.bytes + 4 * self.layout.vocab_size

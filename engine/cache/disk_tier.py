@@ -1,16 +1,16 @@
-"""DiskTier: the prefix cache's states on disk, for what leaves main memory and for a restart.
+"""DiskTier: the prefix cache's states on disk, for states evicted from memory and for a restart.
 
-A state is written when it comes to main memory from the device, so that it may lose its row at any
-time; at the end, those on the device too. Short texts are not written: they are read again as
-quickly as a file. Nor are more than WRITES_PER_SECOND: under a load of new prompts the others are
-evicted as if there were no disk. The text remains in memory, in the prefix cache's tree, whose
-bound counts it. On disk `disk_cache_bytes` is the bound, and the least recently used file of the
-owner with the most goes.
+A state is written when it is demoted from the device to host memory, so that its row may be reused
+at any time. At the end, states on the device are written too. Short texts are not written, because
+reading them again is as fast as reading a file. At most WRITES_PER_SECOND are written: under a load
+of new prompts the others are evicted as if there were no disk. The text itself stays in memory, in
+the prefix cache's tree, and counts towards that tree's limit. On disk the limit is
+`disk_cache_bytes`; the least recently used file of the owner with the most files is deleted.
 
-Two engines use a folder for the time of a reload. A file's name says what text its state has read,
-so each may read what the other has written, and if a file is gone the prompt is read; but only the
-older engine adds files and counts them. The other one counts anew when it is alone, and takes over
-what has come since, some files with every step.
+During a reload two engines use one folder. A file's name identifies the text that its state has
+read, so each engine may read what the other has written; if a file has vanished, the prompt is read
+instead. Only the older engine adds and counts files. The newer one counts again when it is alone,
+and then adopts the files that appeared since, a few in every step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from engine.safetensors_container import LENGTH_BYTES, MAX_HEADER_BYTES
 
 log = logging.getLogger(__name__)
 
-LEAST_TOKENS = 256  # of a text that is written
+LEAST_TOKENS = 256  # shortest text whose state is written
 WRITES_PER_SECOND = 100.0
-MOST_PENDING = 64  # reads and writes that wait for the disk
-HEADER = 512  # bytes: about what a file's has
-TAKEN_OVER = 16  # files of a former engine with a step
+MOST_PENDING = 64  # most reads and writes that may wait for the disk
+HEADER = 512  # approximate size of a file's header, in bytes
+TAKEN_OVER = 16  # files of a former engine adopted per step
 
 
 class DiskTier:
-    """The files of `cache`'s states; without a `file_store` and `disk_cache_bytes` there are none.
+    """Files of the states in `cache`; without `file_store` or `disk_cache_bytes` there are none.
 
     Files are added on demotion (`tiers.on_demoted`) and removed on eviction (`cache.on_evicted`).
     """
@@ -59,7 +59,7 @@ class DiskTier:
         file_store: StateFileStore | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is in seconds."""
+        """Adopt the files in the folder; `clock` returns seconds."""
         self._tiers = tiers
         self._cache = cache
         self._transfer = transfer
@@ -68,14 +68,14 @@ class DiskTier:
         self._variant = config.variant
         self._most_bytes = config.disk_cache_bytes
         self._clock = clock
-        self._next_write = 0.0  # when another state may be written, by `clock`
+        self._next_write = 0.0  # earliest time of the next write, by `clock`
         self._writing: set[CachedState] = set()
-        self._sizes: dict[CachedState, int] = {}  # of files, in bytes
-        self._order: FairLru[CachedState] = FairLru()  # of them
+        self._sizes: dict[CachedState, int] = {}  # file sizes in bytes
+        self._order: FairLru[CachedState] = FairLru()  # states with files, in eviction order
         self.bytes = 0
         self.errors = 0  # files that could not be written or removed
         self._is_mine = False  # no older engine uses the folder any more
-        self._left: list[str] = []  # files still to be taken over, the latest first
+        self._left: list[str] = []  # files still to be adopted, the latest first
         if self._file_store is not None:
             tiers.on_demoted = self.offer
             cache.on_evicted = self._on_evicted
@@ -83,7 +83,7 @@ class DiskTier:
             self._take_over(self._file_store, len(self._left))
 
     def collect(self) -> None:
-        """Takes over more of the files that a former engine has left; called with every step."""
+        """Adopt more of a former engine's files; called in every step."""
         if self._file_store is not None:
             if not self._is_mine and self._file_store.lock.alone:
                 try:
@@ -93,7 +93,7 @@ class DiskTier:
             self._take_over(self._file_store, TAKEN_OVER)
 
     def offer(self, state: CachedState) -> None:
-        """A cached state has come to main memory: it is written, unless there is too much to do."""
+        """Write a state that was demoted to host memory, unless there is too much to do."""
         now, file_store = self._clock(), self._file_store
         if file_store is None or not self._is_mine or now < self._next_write:
             return
@@ -101,14 +101,16 @@ class DiskTier:
             self._next_write = now + 1 / WRITES_PER_SECOND
 
     def write_all(self) -> None:
-        """Writes the states that the device alone has; nothing more will come."""
+        """Write the states that only the device has; called once, at the end."""
         if self._file_store is not None and self._is_mine:
             for state in list(self._tiers.cached_on_device()):
                 self._write(self._file_store, state)
 
     def load(self, state: CachedState) -> None:
-        """Brings a state that a file alone has back to a row, where there is one;
-        `StateTransfer.collect` tells when. A file that is damaged is deleted."""
+        """Load a state that only a file has into a row, if one is free.
+
+        `StateTransfer.collect` reports when it is done. A damaged file is deleted.
+        """
         if self._file_store is None:
             return
         most = LENGTH_BYTES + MAX_HEADER_BYTES + state.position * ID_BYTES
@@ -120,19 +122,20 @@ class DiskTier:
     def _parse(self, with_logits: bool, content: bytes) -> bytes:
         found = prefix_file.parse(content, self._variant, self._layout)
         if len(found) != self._layout.bytes + (4 * self._layout.vocab_size if with_logits else 0):
-            raise StateMalformed("the file is another one than it was")
+            raise StateMalformed("the file's size has changed since it was written")
         return found
 
     def touch(self, state: CachedState) -> None:
-        """Makes its file the most recently used of its owner's."""
+        """Make the state's file the most recently used of its owner."""
         self._order.touch(state)
 
     def _write(self, file_store: StateFileStore, state: CachedState) -> bool:
-        """Exports a state and then writes it; whether it is worth that."""
+        """Export a state, then write it; return False if it is not worth writing."""
         if state.position < LEAST_TOKENS or state.files or state in self._writing:
             return False
         scope = None if state.node is None else state.node.tree.scope
-        if scope is None or scope[2] is not None:  # what follows a named state is short-lived
+        # states that follow a named state are short-lived
+        if scope is None or scope[2] is not None:
             return False
         self._writing.add(state)
         then = partial(self._on_exported, file_store, state, scope)
@@ -175,7 +178,7 @@ class DiskTier:
             self._drop(state)
 
     def _drop(self, state: CachedState) -> None:
-        """Its file goes, and with it what lies nowhere else."""
+        """Delete the state's file, and evict the state if it is nowhere else."""
         self._on_evicted(state)
         if state.node is not None and not state.has_row:
             self._cache.evict(state)
@@ -201,8 +204,12 @@ class DiskTier:
         )
 
     def _reconcile(self, file_store: StateFileStore) -> None:
-        """What is there that is not known, and what is not there any more? Raises ConfigError."""
-        alone = file_store.lock.alone  # asked first: what an older engine writes last is found
+        """Compare the folder's files with the known ones: find new files, drop vanished ones.
+
+        Raises ConfigError if the folder cannot be listed.
+        """
+        # asked first, so that the last files of an older engine are found
+        alone = file_store.lock.alone
         found = file_store.list_files(self._variant, PREFIX_FOLDER)
         found.sort(key=lambda one: one[1].st_mtime, reverse=True)
         known = {name: state for state in self._sizes for name in state.files}
@@ -212,7 +219,7 @@ class DiskTier:
             self._drop(state)
 
     def _take_over(self, file_store: StateFileStore, most: int) -> None:
-        """Up to so many files, the least recently written first."""
+        """Adopt up to `most` files, the least recently written first."""
         for _ in range(min(most, len(self._left))):
             name = self._left.pop()
             if not file_store.changing(name):
@@ -227,13 +234,13 @@ class DiskTier:
             content, status = file_store.read_now(name, most, read)
             head = prefix_file.parse_head(content, self._variant, self._layout)
             if self._name(head) != name or head.bytes != status.st_size:
-                raise StateMalformed("the file has another name or size than it should")
+                raise StateMalformed("the file's name or size does not match its header")
         except OSError as error:
-            log.warning("%s: cannot be read, and is left alone: %s", name, error)
+            log.warning("%s: cannot be read and is left alone: %s", name, error)
             return
         except StateMalformed as error:
-            log.warning("%s: not taken over: %s", name, error.message)
-            self._delete(name)  # nobody can want it
+            log.warning("%s: not adopted, and deleted: %s", name, error.message)
+            self._delete(name)  # no engine can use it
             return
         read_tokens = len(head.text) // ID_BYTES
         state = CachedState(read_tokens, head.owner, head.with_logits, files={name}, written={name})
@@ -241,4 +248,4 @@ class DiskTier:
         if there is state:
             self._count(state, head.bytes)
         elif name not in there.files:
-            self._delete(name)  # the text has been read again meanwhile
+            self._delete(name)  # the text was read again in the meantime

@@ -1,8 +1,8 @@
-"""FairLru: who gives way where several owners have something in the same room.
+"""FairLru: eviction order where several owners share a limited space.
 
-Whoever has the most there, and of what that owner has the least recently used. So one that floods
-the room displaces others only until all who want it have equal parts; those who hold less than
-that keep what they have. Alone, an owner may have all of it.
+The owner with the most items loses its least recently used one. An owner that floods the space can
+therefore displace others only until all who want it have equal shares; owners with less keep what
+they have. A single owner may use all of it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from engine.lazy_heap import LazyHeap
 
 
 class Weights:
-    """How much each owner has; ranked when somebody asks, not whenever a weight changes."""
+    """A weight per owner; the order is updated only when it is needed, not at every change."""
 
     def __init__(self) -> None:
-        self.of: dict[str, int] = {}  # those who have something
+        self.of: dict[str, int] = {}  # owners with a weight other than 0
         self.total = 0
         self._order = _Order()
 
     def add(self, owner: str, more: int) -> None:
-        """It has so much more than before, or less."""
+        """Change an owner's weight by `more`, which may be negative."""
         weight = self.of.get(owner, 0) + more
         self.total += more
         self._order.changed.add(owner)
@@ -33,7 +33,7 @@ class Weights:
             self.of.pop(owner, None)
 
     def heaviest(self) -> str | None:
-        """The owner who has the most."""
+        """Return the owner with the largest weight; None if there is none."""
         return self._order.first(self.of)
 
 
@@ -41,11 +41,11 @@ class _Order:
     """Owners by weight, the heaviest first."""
 
     def __init__(self) -> None:
-        self.changed: set[str] = set()  # owners whose weights have, since they were ranked
+        self.changed: set[str] = set()  # owners whose weights changed since they were ranked
         self._ranking: LazyHeap[str] = LazyHeap()
 
     def first(self, of: Mapping[str, int | Sized]) -> str | None:
-        """The heaviest of all, by weight or length."""
+        """Return the heaviest owner, by weight or by number of items; None if there is none."""
         if len(of) < 2:
             return next(iter(of), None)
         for owner in self.changed:
@@ -60,7 +60,7 @@ class _Order:
 
 
 class Owned(Protocol):
-    """Something that is an owner's."""
+    """Something that belongs to an owner."""
 
     owner: str
 
@@ -71,15 +71,14 @@ T = TypeVar("T", bound=Owned)
 
 
 class FairLru(Generic[T]):
-    """Things in the order in which they should give way."""
+    """Items in the order in which they should be evicted."""
 
     def __init__(self) -> None:
-        self._lists: dict[str, OrderedDict[T, None]] = {}  # least recently used first
+        self._lists: dict[str, OrderedDict[T, None]] = {}  # by owner, the least recently used first
         self._order = _Order()
 
     def __iter__(self) -> Iterator[T]:
-        """Whoever should give way first comes first. What the loop is at may be taken out, if that
-        ends the loop."""
+        """Iterate in eviction order. The current item may be removed if the loop then ends."""
         heaviest = self._order.first(self._lists)
         if heaviest is None:
             return iter(())
@@ -94,11 +93,11 @@ class FairLru(Generic[T]):
                 yield from self._lists[owner]
 
     def of(self, owner: str) -> Iterator[T]:
-        """This owner's, least recently used first."""
+        """Iterate over this owner's items, the least recently used first."""
         yield from self._lists.get(owner, ())
 
     def add(self, one: T) -> None:
-        """Takes one in, as used just now."""
+        """Add an item, as the most recently used of its owner."""
         mine = self._lists.get(one.owner)
         if mine is None:
             mine = self._lists[one.owner] = OrderedDict()
@@ -106,7 +105,7 @@ class FairLru(Generic[T]):
         self._order.changed.add(one.owner)
 
     def discard(self, one: T) -> None:
-        """Takes one out, if it is in."""
+        """Remove an item if it is there."""
         mine = self._lists.get(one.owner)
         if mine is None or one not in mine:
             return
@@ -116,7 +115,7 @@ class FairLru(Generic[T]):
             del self._lists[one.owner]
 
     def touch(self, one: T) -> None:
-        """It was used, if it is in."""
+        """Mark an item as just used, if it is there."""
         mine = self._lists.get(one.owner)
         if mine is not None and one in mine:
             mine.move_to_end(one)

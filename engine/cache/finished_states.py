@@ -1,7 +1,7 @@
-"""FinishedStates: stores and exports the states that sequences leave when they end.
+"""FinishedStates: stores and exports the states of sequences that have ended.
 
-A sequence that leaves a state has ended before its client hears of it: where the state has a file,
-that is written first. One state on its way is a PendingFinish:
+The client hears of the end only after the state's file, if it has one, was written. A state in
+progress is a PendingFinish:
 
 | step | runs | next |
 | --- | --- | --- |
@@ -9,9 +9,9 @@ that is written first. One state on its way is a PendingFinish:
 | `_on_exported` | when that plan has run | a worker thread makes the snapshot |
 | `_on_serialized` | in `StateTransfer.collect` | `_store` |
 | `_store` | | `NamedStates.store`; not to be stored: the client is told |
-| `_on_stored` | when its file is there, or could not be written | the client is told |
+| `_on_stored` | when its file is written, or could not be | the client is told |
 
-What ends the waiting early is `StoreWaiters`'.
+`StoreWaiters` handles everything that ends the waiting early.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from engine.sequence import Sequence
 
 OnFinished = Callable[[Finished | EngineError], None]
 
-LEAST_PATIENCE = 2.0  # seconds for a state's file, where the request's own time is over before
+LEAST_PATIENCE = 2.0  # seconds to wait for a state's file, even if the request's timeout is shorter
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFinish:
-    """What a sequence that has ended leaves."""
+    """The state of a sequence that has ended, on its way to being stored or exported."""
 
-    answered: Sequence  # whose answer it is
+    answered: Sequence  # the sequence whose answer is reported
     reason: FinishReason
-    ended: float  # seconds, by the scheduler's clock
+    ended: float  # time of its end, by the scheduler's clock
     then: OnFinished
     keep: KeepState
     owner: str
-    id: str  # reserved, where it is to be stored
+    id: str  # reserved, if the state is to be stored
     point: ResumePoint
-    waiter: Hashable  # by which StoreWaiters finds it
+    waiter: Hashable  # its key in StoreWaiters
 
     def tell(self, result: StoreResult = None, content: bytes = b"") -> None:
-        """Tells its client that it has ended, with the state's name and its snapshot."""
+        """Report the end to the client, with the state's name and its snapshot."""
         if isinstance(result, EngineError):
             self.then(result)
         else:
@@ -63,7 +63,7 @@ class PendingFinish:
 
 
 class FinishedStates:
-    """One per engine."""
+    """Stores and exports the states of ended sequences; one per engine."""
 
     def __init__(
         self,
@@ -86,22 +86,25 @@ class FinishedStates:
         now: float,
         then: OnFinished,
     ) -> None:
-        """Stores and exports what a sequence leaves that ends; its slot is still its own.
+        """Store and export the state of a sequence that is ending and still has its slot.
 
         Args:
-            answered: the sequence whose state it has rebuilt, else itself.
+            sequence: the sequence that ends.
+            own: its named state.
+            answered: the sequence whose state it has rebuilt, else `sequence`.
+            reason: the reported finish reason.
             now: seconds, by the scheduler's clock.
-            then: called once, now or later, with how `answered` has ended or why that failed.
+            then: called once, now or later, with the terminal event of `answered` or an error.
         """
         keep = own.keep
         if keep is None or own.base < 0 or reason == "abort":
             then(answered.finished(reason, now))
             return
         if not own.has_base:
-            then(StepFailed("the state that was to be kept is lost"))
+            then(StepFailed("the state to be kept was lost"))
             return
         point = self._resume_point(sequence, own, answered)
-        id, own.id = own.id, ""  # it is no more the sequence's to cancel
+        id, own.id = own.id, ""  # from here on `sequence` does not cancel it
         pending = PendingFinish(
             answered,
             reason,
@@ -121,7 +124,7 @@ class FinishedStates:
     def _resume_point(
         self, sequence: Sequence, own: SequenceState, answered: Sequence
     ) -> ResumePoint:
-        """What is left; plans the copy to its row."""
+        """Make the resume point to be kept, and plan the copy of the slot to its row."""
         target, source = own.target, own.source
         assert target is not None
         answer = own.answer if own.rebuilds else own.answer_of(sequence)
@@ -138,9 +141,9 @@ class FinishedStates:
 
     def _on_exported(self, pending: PendingFinish, content: bytes | None) -> None:
         if content is None:
-            self._fail(pending, StepFailed("the round that was to export the state failed"))
+            self._fail(pending, StepFailed("the round that exported the state failed"))
             return
-        self._tiers.pin(pending.point.state)  # until it has its name
+        self._tiers.pin(pending.point.state)  # until it has a name
         serialize = partial(snapshot.write, pending.point.snapshot(content), self._layout)
         self._transfer.run_aside(serialize, partial(self._on_serialized, pending))
 
@@ -152,7 +155,7 @@ class FinishedStates:
         self._tiers.release(pending.point.state)
 
     def _store(self, pending: PendingFinish, content: bytes) -> None:
-        """`content` is its snapshot, where it was exported."""
+        """Store the state if requested; `content` is its snapshot if it was exported."""
         keep, deadline = pending.keep, pending.answered.deadline
         if not keep.store:
             pending.tell(content=content)

@@ -1,4 +1,4 @@
-"""NameIndex: named states by owner and id, in order, and by when they expire."""
+"""NameIndex: named states by owner and id, sorted, and by expiry time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.lazy_heap import LazyHeap
 
 
 class NameIndex:
-    """Who has a name. It knows nothing of rows and files."""
+    """The existing names; knows nothing of rows and files."""
 
     def __init__(self) -> None:
         self._named: dict[Key, NamedState] = {}
-        self._ids: dict[str, list[str]] = {}  # by owner, in order
+        self._ids: dict[str, list[str]] = {}  # sorted ids, by owner
         self._expiry: LazyHeap[Key] = LazyHeap()
 
     def __len__(self) -> int:
@@ -25,32 +25,32 @@ class NameIndex:
         return key in self._named
 
     def get(self, key: Key) -> NamedState | None:
-        """The name's state, if it has one."""
+        """Return the state of this name, or None."""
         return self._named.get(key)
 
     def all(self) -> Iterable[NamedState]:
-        """All of them, in any order; nothing may be added or removed meanwhile."""
+        """Iterate over all named states in any order; do not add or remove any meanwhile."""
         return self._named.values()
 
     def count(self, owner: str) -> int:
-        """How many the owner has."""
+        """Return how many named states the owner has."""
         return len(self._ids.get(owner, ()))
 
     def after(self, owner: str, id: str, limit: int) -> tuple[list[NamedState], bool]:
-        """Up to `limit` of the owner's after an id, in order, and whether there are more."""
+        """Return up to `limit` of the owner's states with ids after `id`, and if there are more."""
         ids = self._ids.get(owner, [])
         first = bisect.bisect_right(ids, id)
         chosen = [self._named[owner, one] for one in ids[first : first + limit]]
         return chosen, first + limit < len(ids)
 
     def add(self, named: NamedState) -> None:
-        """Adds a name that is not there."""
+        """Add a name that does not exist yet."""
         self._named[named.key] = named
         bisect.insort(self._ids.setdefault(named.owner, []), named.id)
         self.set_expiry(named, named.expires)
 
     def remove(self, key: Key) -> NamedState | None:
-        """Removes a name. Returns what it had; None where it is not there."""
+        """Remove a name and return its state; None if it does not exist."""
         named = self._named.pop(key, None)
         if named is None:
             return None
@@ -62,17 +62,17 @@ class NameIndex:
         return named
 
     def set_expiry(self, named: NamedState, expires: float) -> None:
-        """It expires then, in seconds since the epoch."""
+        """Set when a named state expires, in seconds since the epoch."""
         named.expires = expires
         self._expiry.put(named.key, (expires, named.id, named.owner))
 
     def has_expired(self, now: float) -> bool:
-        """Whether one's time is over."""
+        """Return whether any named state has expired."""
         first = self._expiry.first()
         return first is not None and self._named[first].expires <= now
 
     def take_expired(self, now: float) -> list[NamedState]:
-        """Those whose time is over. Each has to be removed, or given another `set_expiry`."""
+        """Return the expired states. Each must be removed or given another `set_expiry`."""
         expired: list[NamedState] = []
         while (key := self._expiry.first()) is not None and self._named[key].expires <= now:
             self._expiry.discard(key)

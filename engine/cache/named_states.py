@@ -1,29 +1,30 @@
-"""NamedStates: states that have a name, by owner and id; how long they stay, how many may.
+"""NamedStates: states with a name (owner and id), their lifetime and their quota.
 
-A name refers to a state that never changes, so to fork one is to name it once more. With a file
-store every named state is written to a file too, and what lies there at the start is there again.
-Who stores a state is told when that is done, and until then the name has the former one, which a
-write that fails leaves as it was: on disk always, and in memory for who asked for a state that is
-to last (`must_last`). Else the new one is kept in memory alone.
+A name refers to a state that never changes, so forking a state just adds a name. With a file store
+every named state is also written to a file, and the files found at the start become named states
+again. Whoever stores a state is told when its file is written. Until then the name keeps its former
+state. If the write fails, the former file stays, and with `must_last` so does the former state in
+memory. Without `must_last` the new state is kept in memory only.
 
 A state on its way to its file is a PendingStore:
 
 | step | runs | next |
 | --- | --- | --- |
-| `store` | at once | `_export`; placed at once for who does not wait |
+| `store` | at once | `_export`; placed at once for a caller that does not wait |
 | `_export` | at once | the next plan exports the state; no room on disk: `_fail` |
 | `_on_exported` | when that plan has run | a worker thread writes; lost or replaced: `_fail` |
 | `_on_written` | in `StateTransfer.collect` | `_finish`, or `_fail` |
 
-Who replaces a state has its name locked, for other engines that use the folder too, from the
-beginning of the turn until the file is there: so a turn that follows the answer goes on from it,
-whichever engine that comes to, and one that does not wait finds the state busy.
+Replacing a state locks its name from the beginning of the request until the file is written, for
+other engines on the folder too. A turn that follows the answer thus continues from the new state,
+whichever engine gets it; a turn that does not wait finds the state busy.
 
-A reload makes two engines use one folder, until the older one has finished what it has. Then a file
-is the truth, and what is remembered holds only as long as the file is the one that it was read from
-or written to, which each look-up of a name asks first; a former state's file that stays where a
-state could not be written is known by its tag. Nothing expires on disk meanwhile, since each engine
-knows of its own uses alone. When an engine is alone again, it compares the folder with its names.
+During a reload two engines use one folder, until the older one has finished its requests. In that
+time the files are authoritative. Remembered names are valid only while their file is the one that
+they were read from or written to, which every look-up checks by the file's tag. (If a state could
+not be written, the former state's file stays and is known by its own tag.) Nothing expires on disk
+meanwhile, since each engine knows only its own uses. An engine that is alone again compares the
+folder with its names.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ from engine.protocol.token_ids import ID_BYTES
 
 log = logging.getLogger(__name__)
 
-MOST_PENDING = 1024  # reads and writes that wait for the disk
-ASK_SECONDS = 1.0  # between questions for other engines, which may mean to ask another machine
-USES_TOLD = 8  # times within a state's ttl at which a file's time follows its uses
+MOST_PENDING = 1024  # most reads and writes that may wait for the disk
+ASK_SECONDS = 1.0  # between two checks for other engines, each of which may ask another machine
+USES_TOLD = 8  # how many times within its lifetime a used state's file time is updated
 
 
 class NamedStates:
-    """One per engine; called by the engine's thread alone.
+    """The named states of one engine; called by the engine's thread only.
 
-    Who stores a state calls `reserve`, and then either `store` or `cancel`.
+    To store a state, call `reserve` and then either `store` or `cancel`.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class NamedStates:
         file_store: StateFileStore | None,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` is the time of day in seconds. Raises ConfigError where the folder of
-        `file_store` cannot be listed."""
+        """Load the names from the folder of `file_store`.
+
+        `clock` returns the time of day in seconds. Raises ConfigError if the folder cannot be
+        listed.
+        """
         self._config = config
         self._layout = config.layout
         self._tiers = tiers
@@ -89,10 +93,10 @@ class NamedStates:
         self.locks = NameLocks(file_store, config.layout, self._is_changing)
         self.waiters = StoreWaiters()
         self.store_errors = 0  # files that could not be written or removed
-        self.files = 0  # that names have
-        self._new: set[Key] = set()  # reserved names that were not there
-        self._new_of: dict[str, int] = {}  # how many these are, by owner
-        self._alone = True  # no other engine uses the folder, when this was last asked
+        self.files = 0  # number of files of named states
+        self._new: set[Key] = set()  # reserved names that did not exist
+        self._new_of: dict[str, int] = {}  # number of these, by owner
+        self._alone = True  # no other engine used the folder at the last check
         self._asked = clock()
         if file_store is not None:
             self._alone = file_store.lock.alone
@@ -104,8 +108,10 @@ class NamedStates:
     # Look-ups.
 
     def get(self, owner: str, id: str, param: str = "id") -> NamedState:
-        """Looks up a name, whose time begins anew. Raises StateNotFound, with `param` as the
-        parameter at fault."""
+        """Return a named state and restart its lifetime.
+
+        Raises StateNotFound, which names `param` as the wrong parameter.
+        """
         self._refresh((owner, id))
         named = self._index.get((owner, id))
         if named is None:
@@ -117,26 +123,29 @@ class NamedStates:
         return named
 
     def has(self, owner: str, id: str) -> bool:
-        """Whether there is such a name. Its time goes on."""
+        """Return whether the name exists, without restarting its lifetime."""
         self._refresh((owner, id))
         return (owner, id) in self._index
 
     def resume_point(self, owner: str, id: str, optional: bool) -> ResumePoint | None:
-        """What a request goes on from; None for no id, and where it is `optional` and not there.
-        Raises StateNotFound."""
+        """Return the state from which a request continues, or None for a new text.
+
+        None if there is no `id`, or if the state is `optional` and does not exist. Raises
+        StateNotFound.
+        """
         if not id or (optional and not self.has(owner, id)):
             return None
         return self.get(owner, id, "state").point
 
     def list_states(self, owner: str, after: str, limit: int) -> tuple[list[StateInfo], bool]:
-        """Up to `limit` states with ids after `after`, in order, and whether there are more."""
+        """Return up to `limit` states with ids after `after`, in order, and whether more follow."""
         if self._file_store is not None and not self._is_alone():
             self._reconcile(self._file_store)
         chosen, more = self._index.after(owner, after, limit)
         return [self.info(named) for named in chosen], more
 
     def info(self, named: NamedState) -> StateInfo:
-        """What clients are told of a name."""
+        """Return the description of a named state for clients."""
         state = named.point.state
         return StateInfo(
             id=named.id,
@@ -153,25 +162,28 @@ class NamedStates:
         )
 
     def check_quota(self, owner: str, id: str) -> None:
-        """Raises StateQuota where the owner's part of the rows has none left for a state of this
-        id."""
+        """Raise StateQuota if `id` would be a new state and the owner's share of rows is full."""
         if (owner, id) not in self._index and not self._tiers.has_quota(owner):
             raise StateQuota(
-                "the states of one key may not take all memory; delete some, or wait for others"
+                "the states of one key may not use all memory; delete some, or wait for others"
             )
 
     # Storing, deleting, moving.
 
     def reserve(self, owner: str, id: str, param: str, leaving: int = 0) -> str:
-        """Reserves a name for a request or a call that will store a state.
+        """Reserve a name for a request or a call that is going to store a state.
 
         Args:
-            id: "": a new one.
+            owner: the state's owner.
+            id: the name; "": a new one.
             param: the parameter that errors name.
-            leaving: how many other names of the owner's are about to go.
+            leaving: how many other names of the owner are about to be removed.
 
-        Returns: the id, which nobody else stores under until `store` is done, or `cancel`.
-        Raises: InvalidRequest, StateBusy or StateQuota.
+        Returns:
+            The id. Nobody else can store under it until `store` is done, or `cancel` was called.
+
+        Raises:
+            InvalidRequest, StateBusy or StateQuota.
         """
         if id:
             check_id(param, id)
@@ -191,7 +203,7 @@ class NamedStates:
         return id
 
     def cancel(self, owner: str, id: str) -> None:
-        """What `reserve` reserved is not stored."""
+        """Give up a name from `reserve` without storing a state."""
         self._unreserve((owner, id))
         self.locks.release_if_idle((owner, id))
 
@@ -208,16 +220,18 @@ class NamedStates:
         key: Hashable = None,
         due: float | None = None,
     ) -> None:
-        """Stores a state, in a row, under a reserved name, in the place of what had the name.
+        """Store a state that is in a row under a reserved name, replacing what had the name.
 
         Args:
-            ttl: seconds; None: the configured one.
-            then: called once: with what is to be told of the state, once its file is there or could
-                not be written (without a file store at once); with StepFailed where it is lost.
-            must_last: where its file cannot be written, `then` is called with StateNotStored
-                instead, and the name is as it was.
-            wait: False: `then` is called at once, unless other engines use the folder.
-            key, due: as of a Waiter, for `stop_waiting`.
+            owner, id: the reserved name.
+            point: the state.
+            ttl: lifetime in seconds; None: the configured one.
+            then: called once: with the state's description when its file is written or could not be
+            (without a file store at once); with StepFailed if the state was lost.
+            must_last: if the file cannot be written, call `then` with StateNotStored instead and
+            leave the name as it was.
+            wait: False: call `then` at once, unless other engines use the folder.
+            key, due: the Waiter's, for `stop_waiting`.
         """
         now, ttl = self._clock(), self._config.ttl if ttl is None else ttl
         named = NamedState(owner, id, point, now, ttl, now + ttl)
@@ -226,7 +240,7 @@ class NamedStates:
         file_store = self._file_store
         if file_store is None or not self._config.disk_bytes:
             self._place(pending)
-            if file_store is not None:  # a former state's, of when files were written
+            if file_store is not None:  # a file of a former state, from when files were written
                 self._delete_file(file_store, named.key)
             then(self.info(named))
             return
@@ -238,17 +252,17 @@ class NamedStates:
         self._export(pending, file_store)
 
     def stop_waiting(self, waiters: list[Waiter], why: str) -> None:
-        """Tells these that it is not known yet; the disk does what it has to all the same."""
+        """Report to these waiters that the outcome is unknown; the disk operations continue."""
         for waiter in waiters:
             if not isinstance(waiter, PendingStore):
                 self.waiters.tell(
-                    waiter, StateNotStored(f"the state's file may be there yet: {why}")
+                    waiter, StateNotStored(f"the state's file may still exist: {why}")
                 )
                 continue
             if waiter.must_last:
                 self.waiters.tell(
                     waiter,
-                    StateNotStored(f"the state is not stored yet: {why}; it is kept if it will be"),
+                    StateNotStored(f"the state is not stored yet: {why}; its write continues"),
                 )
                 continue
             if not waiter.placed:
@@ -256,10 +270,10 @@ class NamedStates:
             self.waiters.tell(waiter, self.info(waiter.named))
 
     def move(self, named: NamedState, target: str, ttl: float | None, then: OnStored) -> None:
-        """Stores the same state under another id ("": a new one), and removes this name.
+        """Store the same state under another id ("": a new one), and remove this name.
 
-        `then` is called as of `store` with `must_last`, once this name's file is gone too. Raises
-        as `reserve` and `delete`.
+        `then` is called as by `store` with `must_last`, once this name's file is removed too.
+        Raises as `reserve` and `delete` do.
         """
         owner, id = named.key
         self.locks.acquire((owner, id), "id")
@@ -271,14 +285,14 @@ class NamedStates:
         if target == id:
             on_stored = then
         else:
-            self.locks.reserve((owner, id))  # nothing takes its place meanwhile
+            self.locks.reserve((owner, id))  # so that nothing replaces it meanwhile
             on_stored = partial(self._on_moved, (owner, id), then)
         self.store(owner, target, named.point, ttl, on_stored, must_last=True)
 
     def _on_moved(self, former: Key, then: OnStored, result: StoreResult) -> None:
         self.locks.unreserve(former)
         if isinstance(result, StateInfo):
-            # Where the former file cannot be removed, the state has moved all the same.
+            # The move succeeds even if the former file cannot be removed.
             waiter = Waiter(lambda _: then(result))
             self.waiters.add(waiter)
             self._remove(former, with_file=True, waiter=waiter)
@@ -287,9 +301,12 @@ class NamedStates:
             then(result)
 
     def delete(self, owner: str, id: str, then: OnStored) -> None:
-        """Removes a name. `then` is called with None when its file is gone, if it has one, or with
-        StateNotStored where that cannot be removed. Raises StateNotFound, or StateBusy while a
-        request will replace its state."""
+        """Remove a name and its file.
+
+        `then` is called with None when the file is removed, if there is one, or with StateNotStored
+        if it cannot be. Raises StateNotFound, or StateBusy while a request is going to replace the
+        state.
+        """
         if not self.has(owner, id):
             raise StateNotFound(f"there is no state {id!r}", param="id")
         self.locks.acquire((owner, id), "id")
@@ -299,12 +316,12 @@ class NamedStates:
         self.locks.release_if_idle((owner, id))
 
     def remove_lost(self, lost: set[CachedState]) -> None:
-        """Removes the names of states that are lost."""
+        """Remove the names of states that were lost."""
         for named in [one for one in self._index.all() if one.point.state in lost]:
             self._remove(named.key, with_file=True)
 
     def expire(self) -> None:
-        """Removes those whose time is over and whose state nobody is about to replace."""
+        """Remove expired states, except those that a request is about to replace."""
         now = self._clock()
         due = self._index.has_expired(now)
         if due or not self._alone or abs(now - self._asked) > ASK_SECONDS:
@@ -316,14 +333,14 @@ class NamedStates:
             else:
                 self._remove(named.key, with_file=self._alone)
 
-    # A pending store, in the order in which it runs.
+    # The steps of a pending store, in the order in which they run.
 
     def _export(self, pending: PendingStore, file_store: StateFileStore) -> None:
         named = pending.named
         former = self._index.get(named.key)
         replaces = former is not None and bool(former.file or former.former_tag)
         if (self.files + 1 - replaces) * self._layout.most_bytes > self._config.disk_bytes:
-            log.warning("disk_state_bytes are used up: state %r is not stored", named.id)
+            log.warning("disk_state_bytes are used up: state %r is not written", named.id)
             self._fail(pending, file_store, "disk_state_bytes are used up")
             return
         named.file, named.writing = self._file(named.key), True
@@ -339,18 +356,18 @@ class NamedStates:
             self._fail(pending, file_store, "it has been replaced or deleted")
             return
         if content is None:
-            self._fail(pending, file_store, "the round that was to export it failed")
+            self._fail(pending, file_store, "the round that exported it failed")
             return
         if file_store.pending >= MOST_PENDING:
-            log.warning("the disk is too slow: state %r is not stored", named.id)
-            self._fail(pending, file_store, "too much waits for the disk")
+            log.warning("the disk is too slow: state %r is not written", named.id)
+            self._fail(pending, file_store, "too many writes are waiting for the disk")
             return
         serialize = partial(self._serialize, pending, content)
         done = partial(self._on_written, pending, file_store)
         file_store.write(named.file, serialize, done, lasting=True)
 
     def _serialize(self, pending: PendingStore, content: bytes) -> bytes:
-        """On a worker thread."""
+        """Make the file's content, on a worker thread."""
         named = pending.named
         extra = entries(named.owner, named.id, named.ttl, named.created)
         found = named.point.snapshot(content, extra)
@@ -366,7 +383,7 @@ class NamedStates:
             self._fail(pending, file_store, reason_of(result))
 
     def _finish(self, pending: PendingStore, result: bytes | Unsynced) -> None:
-        """Its file is there, or was, where something has taken its place since."""
+        """Complete a store whose file was written; it may have been replaced since."""
         named = pending.named
         if not self._is_gone(pending):
             named.tag = result.tag if isinstance(result, Unsynced) else result
@@ -377,13 +394,13 @@ class NamedStates:
         self.locks.release_if_idle(named.key)
         if isinstance(result, Unsynced):
             self.store_errors += 1
-            why = f"{reason_of(result)}; it is kept, but a loss of power may cost it"
+            why = f"{reason_of(result)}; it is kept, but may be lost in a power failure"
             self._tell_failure(pending, why)
         else:
             self.waiters.tell(pending, replace(self.info(named), stored=True))
 
     def _fail(self, pending: PendingStore, file_store: StateFileStore, reason: str) -> None:
-        """Its file could not be written."""
+        """Complete a store whose file could not be written."""
         named = pending.named
         state, key = named.point.state, named.key
         lost = not (state.has_row or state.written)
@@ -403,9 +420,9 @@ class NamedStates:
             self.files += bool(named.former_tag)
         self.locks.release_if_idle(key)
         if lost:
-            self.waiters.tell(pending, StepFailed("the state that was to be kept is lost"))
+            self.waiters.tell(pending, StepFailed("the state to be kept was lost"))
             return
-        stays = "what was kept under its id before stays" if key in self._index else ""
+        stays = "the former state of its id stays" if key in self._index else ""
         self._tell_failure(pending, f"{reason}; {stays or 'nothing is kept'}")
 
     def _tell_failure(self, pending: PendingStore, why: str) -> None:
@@ -415,11 +432,11 @@ class NamedStates:
             self.waiters.tell(pending, replace(self.info(pending.named), stored=False))
 
     def _is_gone(self, pending: PendingStore) -> bool:
-        """Its name had it, and has another state or none."""
+        """Return whether the name had this state, but has another one or none now."""
         return pending.placed and self._index.get(pending.named.key) is not pending.named
 
     def _place(self, pending: PendingStore) -> None:
-        """The name has it from now on."""
+        """Let the name refer to this state from now on."""
         named, pending.placed = pending.named, True
         self._unreserve(named.key)
         self._remove(named.key)
@@ -441,7 +458,7 @@ class NamedStates:
                 del self._new_of[owner]
 
     def _remove(self, key: Key, with_file: bool = False, waiter: Waiter | None = None) -> None:
-        """Removes a name, if it is there; `waiter` is told when there is no file any more."""
+        """Remove a name if it exists; tell `waiter` when its file is removed."""
         named = self._index.remove(key)
         if named is None:
             if waiter is not None:
@@ -470,16 +487,16 @@ class NamedStates:
         if not isinstance(result, bytes):
             self.store_errors += 1
             error = StateNotStored(
-                f"the state's file cannot be removed: {reason_of(result)}; what it has is kept"
+                f"the state's file cannot be removed: {reason_of(result)}; the state is kept"
             )
             if waiter is not None and key not in self.locks:
-                self._adopt(file_store, self._file(key))  # so that it can be tried again
+                self._adopt(file_store, self._file(key))  # so that deleting can be tried again
         self.locks.release_if_idle(key)
         if waiter is not None:
             self.waiters.tell(waiter, error)
 
     def _note_use(self, named: NamedState, now: float) -> None:
-        """The file's time tells an engine that adopts it how long the state stays."""
+        """Update the file's time, from which an engine that adopts it computes the expiry."""
         part = named.ttl / USES_TOLD
         file_store = self._file_store
         if file_store is None or not named.tag or named.writing or now < named.used + part:
@@ -496,13 +513,13 @@ class NamedStates:
         return name_of(*key, self._layout)
 
     def _is_changing(self, key: Key) -> bool:
-        """Its file is about to be written or deleted here."""
+        """Return whether this engine is about to write or delete the name's file."""
         if self._file_store is None:
             return False
         named = self._index.get(key)
         return (named is not None and named.writing) or self._file_store.changing(self._file(key))
 
-    # Other engines' changes in the folder.
+    # Changes by other engines in the folder.
 
     def _is_alone(self) -> bool:
         if self._file_store is None:
@@ -513,11 +530,11 @@ class NamedStates:
                 self._reconcile(self._file_store)
             except ConfigError as error:
                 log.error("%s", error.message)
-                self._alone = False  # for what is remembered; the next question tries again
+                self._alone = False  # remembered names may be outdated; the next check tries again
         return self._alone
 
     def _refresh(self, key: Key) -> None:
-        """Before what is remembered of a name is used: another engine may have changed it."""
+        """Update a name before it is used, because another engine may have changed its file."""
         file_store = self._file_store
         if file_store is None or self._is_alone() or self._is_changing(key):
             return
@@ -531,8 +548,10 @@ class NamedStates:
             self._remove(key)
 
     def _reconcile(self, file_store: StateFileStore) -> None:
-        """Compares the folder with the names, where other engines may have written; other models'
-        states are left alone. Raises ConfigError."""
+        """Compare the folder with the names, because other engines may have written.
+
+        States of other models are left alone. Raises ConfigError.
+        """
         known = {named.file: named for named in self._index.all() if named.file}
         former = {
             self._file(one.key): one.former_tag for one in self._index.all() if one.former_tag
@@ -546,16 +565,15 @@ class NamedStates:
                 self._remove(named.key)
 
     def _adopt(self, file_store: StateFileStore, file: str) -> None:
-        """What a file says takes the place of what is remembered, as far as it is what an engine
-        wrote."""
+        """Replace what is remembered by what a file says, if it is a valid state file."""
         try:
             content, status = file_store.read_now(file, self._layout.most_bytes + MORE_BYTES)
             found = parse(file, content, self._layout)
         except OSError as error:
-            log.warning("%s: cannot be read, and is left alone: %s", file, error)
+            log.warning("%s: cannot be read and is left alone: %s", file, error)
             return
         except EngineError as error:
-            log.warning("%s: not taken over: %s", file, error.message)
+            log.warning("%s: not adopted, and left alone: %s", file, error.message)
             return
         key, now = (found.owner, found.id), self._clock()
         if self._is_changing(key):
@@ -582,5 +600,5 @@ class NamedStates:
 
 
 def reason_of(error: OSError | EngineError) -> str:
-    """Why the disk did not do it, in words."""
+    """Return the reason for a failed disk operation, in words."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,23 +1,25 @@
-"""PrefixCache: which texts have a cached state, so that what begins with them need not read them.
+"""PrefixCache: finds the longest cached prefix of a prompt, and decides which states to store.
 
-Every owner and salt has a tree of its own: whether a text has been read before would tell others
-of it. So has every named state that texts are read after, if their requests name cache points
-(samples do: they read a prompt once); from most such texts nobody will ever go on. Rows, and the
-memory of the trees, are common to all; where they are short, who has the most of them gives way
+Every (owner, salt) has a tree of its own, because a cache hit tells a client that a text was read
+before. Texts read after a named state have a tree of their own, too, if their requests name cache
+points (as several samples of one prompt do); most such texts are never continued. Rows, and the
+memory of the trees, are shared by all. Where they are short, the owner with the most loses some
 (`fair_lru`).
 
 A state is stored
+
 - at the end of a prompt, with its logits: the same prompt again is not read at all;
 - at the end of an answer, as far as it was read;
-- where a prompt leaves what is known, if that saves LEAST_GAIN tokens: to end a chunk there costs
-  the prompt a step;
+- where a prompt diverges from what is known, if that saves LEAST_GAIN tokens: ending a chunk there
+  costs the prompt a step;
 - where its request says so.
 
-These lengths of a prompt are its marks. The first request that comes to a mark reads up to it, and
-is its *reader*: the mark is a pending entry until then, and who would start from it waits. (While
-rows are short, prompts of a few tokens are read without all that: their states would not be
-stored.) Where whole chunks are asked for, states are stored at their multiples and at prompts'
-ends, and from the latter only the very same prompt goes on: every bit is as without a cache.
+These lengths of a prompt are its marks. The first request that gets to a mark is its *reader*.
+Until it has read up to the mark, the mark is a pending entry, and requests that would start from it
+wait. (While rows are short, prompts of a few tokens skip this, since their states would not be
+stored.) With whole chunks, states are stored at multiples of SCAN_CHUNK and at prompts' ends, and
+only the very same prompt continues from the latter; results are then bitwise equal to those without
+a cache.
 """
 
 from __future__ import annotations
@@ -33,67 +35,72 @@ from engine.config import SCAN_CHUNK
 from engine.protocol.token_ids import ID_BYTES
 from engine.sequence import Sequence
 
-LEAST_GAIN = 16  # tokens: less is read in the time that a further step, or waiting for one, takes
-FEW_TOKENS = 2 * LEAST_GAIN  # less than these are hardly worth waiting for
+LEAST_GAIN = 16  # fewer tokens are read in the time of one more step, or of waiting for one
+FEW_TOKENS = 2 * LEAST_GAIN  # shorter prompts are hardly worth waiting for
 
-MOST_LOADS = 3  # of cached states for one request: others may have taken the row meanwhile
+# most loads from files for one request, as others may take the row before it is used
+MOST_LOADS = 3
 
-SPARE_TREES = 256  # that may be empty
+SPARE_TREES = 256  # empty trees that are tolerated
 
 Node = RadixNode[CachedState]
-Scope = tuple[str, str, CachedState | None]  # owner, salt and the state that texts go on from
+# owner, salt, and the named state from which the texts continue
+Scope = tuple[str, str, CachedState | None]
 
 
 class CacheHit(msgspec.Struct, gc=False):
-    """What a prompt may start from, and where states of it should be stored.
+    """What a prompt may start from, and where its states should be stored.
 
-    At most one of `awaited` and `loading` is set; then it cannot start yet. Without these and
-    without `state` it starts from nothing.
+    At most one of `awaited` and `loading` is set; the prompt cannot start yet then. If these and
+    `state` are None, it starts from the initial state.
     """
 
-    state: CachedState | None = None  # in a row
-    length: int = 0  # prompt tokens that `state` has read; all of them: its logits are used too
-    awaited: Node | None = None  # a longer prefix's, which another sequence reads just now
-    loading: CachedState | None = None  # its file is being read
-    marks: list[int] = []  # lengths in tokens at which states should be stored, rising
-    ends: list[int] = []  # those of them at which a chunk has to end
-    reason: str = ""  # why there is nothing to start from, for the metrics
+    state: CachedState | None = None  # the state to start from; in a row
+    length: int = 0  # prompt tokens that `state` has read; if that is all, its logits are used too
+    awaited: Node | None = None  # a longer prefix that another sequence is reading
+    loading: CachedState | None = None  # a state whose file is being read
+    marks: list[int] = []  # lengths in tokens at which states should be stored, ascending
+    ends: list[int] = []  # those of `marks` at which a chunk must end
+    reason: str = ""  # reason of a miss, for the metrics
 
 
 class PendingEntry(msgspec.Struct, gc=False):
-    """A mark that its reader has not come to."""
+    """A mark that its reader has not reached yet."""
 
     node: Node
-    state: CachedState | None = None  # to which a copy is planned
+    state: CachedState | None = None  # state to which a copy is planned
 
 
 class PrefixCache:
-    """The trees of texts with cached states. Lengths are tokens of `Sequence.text`."""
+    """The radix trees of texts with cached states. Lengths are tokens of `Sequence.text`."""
 
     def __init__(
         self, tiers: TieredStateStore, tree_bytes: int, with_whole_chunks: bool = False
     ) -> None:
-        """`tree_bytes` bounds the trees' memory, `tiers` has the rows."""
+        """Create an empty cache; `tree_bytes` bounds the trees' memory, `tiers` has the rows."""
         self._tiers = tiers
         tiers.on_evict = self.evict
         self._tree_bytes = tree_bytes
         self._align = SCAN_CHUNK if with_whole_chunks else 1
         self._trees: dict[Scope, RadixTree[CachedState]] = {}
-        self._bytes = Weights()  # that trees take, by owner
-        self._nonempty = 0  # trees, when this was last looked at
-        # Told of a state that no node has any more; its files are nobody's then.
+        self._bytes = Weights()  # memory of the trees, by owner
+        self._nonempty = 0  # non-empty trees at the last cleanup
+        # Called with a state that no node has any more, so that its files can be deleted.
         self.on_evicted: Callable[[CachedState], None] | None = None
         self._pending: dict[int, dict[int, PendingEntry]] = {}  # by reader and length
-        self._answers: dict[int, CachedState] = {}  # by sequence: states of answers not known yet
+        # by sequence: copied states of answers that are not known yet
+        self._answers: dict[int, CachedState] = {}
 
     def lookup(self, sequence: Sequence, source: CachedState | None = None) -> CacheHit:
-        """Looks up the longest cached prefix of a prompt, before the sequence is admitted.
+        """Look up the longest cached prefix of a prompt, before the sequence is admitted.
 
         Args:
-            source: the named state that the sequence goes on from.
+            sequence: the waiting sequence.
+            source: the named state from which the sequence continues.
 
-        Returns: the hit, whose `state` may lie in a file alone: who calls has it loaded then. It
-        is not pinned, and holds until something is allocated.
+        Returns:
+            The hit. If its `state` is only in a file, the caller must have it loaded. The state is
+            not pinned, and is valid until something is allocated.
         """
         hit = CacheHit()
         most, length = sequence.cacheable_tokens, sequence.prompt_tokens
@@ -111,7 +118,7 @@ class PrefixCache:
                 continue
             value = node.value
             if value is not None and not value.has_row and sequence.loads >= MOST_LOADS:
-                value = None  # others have always taken its row before it was used
+                value = None  # other requests have always taken its row before it was used
             if value is not None and (node.length < length or value.has_logits):
                 hit.state, hit.length = value, node.length
             elif node.reader >= 0 and self._is_worth_it(node, hit, sequence):
@@ -152,8 +159,10 @@ class PrefixCache:
     def add_pending(
         self, sequence: Sequence, marks: list[int], source: CachedState | None = None
     ) -> None:
-        """Makes an admitted sequence the reader of those of `marks` at which nothing is stored and
-        which nobody else reads up to. `source` as of `lookup`."""
+        """Make an admitted sequence the reader of the `marks` that are not stored or being read.
+
+        `source` as in `lookup`.
+        """
         if not self._tiers.rows or not marks or self._is_vain(sequence, marks):
             return
         tree = self._tree(_scope(sequence, source))
@@ -169,9 +178,10 @@ class PrefixCache:
         self._account(tree, tree.bytes - before)
 
     def _is_vain(self, sequence: Sequence, marks: list[int]) -> bool:
-        """Whether it could only keep a short prompt's end, which nobody has asked for, at a time
-        when there are no rows for that. Of several samples of a prompt, all but the first may still
-        wait for each other."""
+        """Return whether marks are useless for the sequence: a short prompt while rows are short.
+
+        Its state, which nobody asked for, could not be stored. Samples of one prompt, except for
+        the first, may still wait for each other."""
         if not self._tiers.crowded or sequence.cache_points or sequence.request.sampling.choice:
             return False
         length = sequence.prompt_tokens
@@ -185,11 +195,14 @@ class PrefixCache:
         )
 
     def allocate(self, sequence: Sequence, length: int) -> CachedState | None:
-        """Allocates a row for the state of a prompt whose first `length` tokens are read when the
-        plan being made has run; that plan has to copy the sequence's slot there.
+        """Allocate a row for the state after the first `length` tokens of a prompt.
 
-        Returns: the state; None unless the sequence is the reader of this length, and where there
-        is no room.
+        They are read when the plan being made has run; that plan must copy the sequence's slot
+        there.
+
+        Returns:
+            The state; None if the sequence is not the reader of this length, or if there is no
+            room.
         """
         mine = self._pending.get(sequence.key)
         entry = None if mine is None else mine.get(length)
@@ -203,10 +216,10 @@ class PrefixCache:
         return state
 
     def commit(self, key: int, length: int) -> Node | None:
-        """The plan in which sequence `key` has read `length` tokens is committed: what was
-        allocated for that is stored.
+        """Store what was allocated for `length`, because the plan that read it was committed.
 
-        Returns: the node that others may have waited for; None where the sequence is no reader.
+        Returns:
+            The node for which others may have waited; None if sequence `key` is not its reader.
         """
         mine = self._pending.get(key)
         entry = None if mine is None else mine.pop(length, None)
@@ -223,7 +236,7 @@ class PrefixCache:
         return node
 
     def cancel(self, key: int) -> list[Node]:
-        """Sequence `key` reads no more. Returns the nodes that it does not read up to any more."""
+        """Cancel the pending entries of sequence `key`, and return their nodes."""
         answer = self._answers.pop(key, None)
         if answer is not None:
             self._tiers.release(answer)
@@ -238,8 +251,10 @@ class PrefixCache:
         return [entry.node for entry in mine.values()]
 
     def copy_answer(self, sequence: Sequence) -> None:
-        """Plans a copy of a state whose slot goes to another sequence before the answer is
-        known; `store_answer` stores it then."""
+        """Plan a copy of the state in a slot that is reused before its sequence's answer is known.
+
+        `store_answer` stores the copy later.
+        """
         state = self._copy_of(sequence) if self._align == 1 and self._may_copy else None
         if state is not None:
             self._answers[sequence.key] = state
@@ -249,8 +264,10 @@ class PrefixCache:
         return self._tiers.rows > 0 and not self._tiers.crowded
 
     def _copy_of(self, sequence: Sequence) -> CachedState | None:
-        """A state like that in its slot, from the next plan on; how much it has read is known when
-        it is attached to a node."""
+        """Copy the state in the sequence's slot with the next plan; None if there is no room.
+
+        How much the state has read is set when it is attached to a node.
+        """
         state = CachedState(0, sequence.owner)
         if not self._tiers.allocate(state, for_cache=True):
             return None
@@ -258,10 +275,11 @@ class PrefixCache:
         return self._tiers.pin(state)
 
     def store_answer(self, sequence: Sequence, read: int) -> None:
-        """Stores the state of a sequence that ends, where there is room.
+        """Store the state of a sequence that ends, if there is room.
 
         Args:
-            read: tokens of the answer that its slot's state has read, after all of its text.
+            sequence: the ending sequence.
+            read: tokens of the answer that the state in its slot has read, after all of its text.
         """
         saved = self._answers.get(sequence.key)
         can_copy = not sequence.handed_over and self._align == 1 and self._may_copy
@@ -273,7 +291,7 @@ class PrefixCache:
         node = tree.insert(text, len(text) // ID_BYTES)
         more = tree.bytes - before
         if node.value is None and node.reader < 0:
-            node.reader = sequence.key  # so that it stays, whatever makes room
+            node.reader = sequence.key  # keeps the node from being removed while room is made
             state = self._answers.pop(sequence.key, None) or self._copy_of(sequence)
             if state is not None:
                 self._store(node, state)
@@ -283,7 +301,7 @@ class PrefixCache:
         self._account(tree, more)
 
     def evict(self, state: CachedState) -> None:
-        """Takes a state from its node, if it has one, and releases it."""
+        """Remove a state from its node, if it has one, and release it."""
         node: Node | None = state.node
         if node is None:
             return
@@ -291,12 +309,15 @@ class PrefixCache:
         self._tidy(node)
 
     def restore(self, scope: Scope, text: bytes, state: CachedState) -> CachedState:
-        """Stores a state of a former process, which a file alone has.
+        """Add a state of a former process that only a file has.
 
         Args:
-            text: packed ids; the first `state.position` of them are those that it has read.
+            scope: the tree to which it belongs.
+            text: packed ids, of which the state has read the first `state.position`.
+            state: the state.
 
-        Returns: the state that the text has from then on: another one, where that was there.
+        Returns:
+            The text's state from now on: another one if the text already had one.
         """
         tree = self._tree(scope)
         before = tree.bytes
@@ -310,7 +331,7 @@ class PrefixCache:
         return state
 
     def _store(self, node: Node, state: CachedState) -> None:
-        """At a node, in the place of what is there; a state that is pinned for that."""
+        """Store a pinned state at a node, replacing the one there."""
         if node.value is not None:
             self._detach(node, node.value)
         node.value = state
@@ -328,7 +349,7 @@ class PrefixCache:
         self._tiers.release(state)
 
     def _tree(self, scope: Scope) -> RadixTree[CachedState]:
-        """The scope's, made if need be."""
+        """Return the scope's tree, creating it if necessary."""
         tree = self._trees.get(scope)
         if tree is None:
             tree = self._trees[scope] = RadixTree(scope[0], scope)

@@ -1,8 +1,7 @@
-"""RadixTree: texts of token ids as a radix tree, whose edges are packed runs that are compared as
-bytes.
+"""RadixTree: texts of token ids as a radix tree, with packed runs of ids as edges.
 
-A node ends where texts part or where there is a value for the text up to there. Nodes that stand
-for neither go, so the tree is as large as the texts that it tells apart.
+A node exists where texts diverge or where a text has a value. Other nodes are removed, so the tree
+is only as large as the texts that it must tell apart.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Any, Generic, TypeVar
 
 from engine.protocol.token_ids import ID_BYTES
 
-NODE_BYTES = 400  # about what a node takes beside its run
+NODE_BYTES = 400  # approximate memory of a node, apart from its run
 
 T = TypeVar("T")
 
 
 class RadixNode(Generic[T]):
-    """The text from the root to here, of `length` tokens; `value` is what is known of it."""
+    """A node: the text of `length` tokens from the root to here, and its `value`."""
 
     __slots__ = ("children", "length", "parent", "reader", "run", "tree", "value")
 
@@ -26,14 +25,14 @@ class RadixNode(Generic[T]):
     ) -> None:
         self.tree = tree
         self.parent = parent
-        self.run = run  # the tokens after the parent's
+        self.run = run  # the tokens after the parent's text, packed
         self.length = length
         self.children: dict[bytes, RadixNode[T]] = {}  # by their first token
         self.value: T | None = None
-        self.reader = -1  # the key of the sequence that reads this text just now; -1: none
+        self.reader = -1  # key of the sequence that is reading this text; -1: none
 
     def text(self) -> bytes:
-        """From the root to here, packed."""
+        """Return the packed text from the root to here."""
         runs: list[bytes] = []
         node: RadixNode[T] | None = self
         while node is not None:
@@ -43,21 +42,25 @@ class RadixNode(Generic[T]):
 
 
 class RadixTree(Generic[T]):
-    """Texts are packed ids (`token_ids.pack_ids`)."""
+    """A radix tree of packed texts (`token_ids.pack_ids`)."""
 
     def __init__(self, owner: str = "", scope: Any = None) -> None:
-        self.owner = owner  # whose texts these are
-        self.scope = scope  # what else is common to them
+        self.owner = owner  # owner of all texts
+        self.scope = scope  # what else the texts have in common
         self.root: RadixNode[T] = RadixNode(self, None, b"", 0)
-        self.bytes = 0  # that nodes take
+        self.bytes = 0  # memory of the nodes
 
     @property
     def empty(self) -> bool:
         return not self.root.children
 
     def walk(self, text: bytes) -> tuple[list[RadixNode[T]], int]:
-        """The nodes whose whole text `text` begins with, shortest first and without the root; and
-        how many of its tokens are those of some text here."""
+        """Find the known prefixes of `text`.
+
+        Returns:
+            The nodes whose whole text is a prefix of `text`, shortest first, without the root; and
+            how many tokens of `text` are a prefix of any text in the tree.
+        """
         path: list[RadixNode[T]] = []
         node, at = self.root, 0
         while (child := node.children.get(text[at : at + ID_BYTES])) is not None:
@@ -68,7 +71,7 @@ class RadixTree(Generic[T]):
         return path, at // ID_BYTES
 
     def insert(self, text: bytes, length: int) -> RadixNode[T]:
-        """The node of the first `length` tokens of `text`, made if need be; at least one."""
+        """Return the node of the first `length` (>= 1) tokens of `text`; create it if necessary."""
         end = length * ID_BYTES
         node, at = self.root, 0
         while at < end:
@@ -86,7 +89,7 @@ class RadixTree(Generic[T]):
         return node
 
     def tidy(self, node: RadixNode[T]) -> None:
-        """Removes the node, and those above it, as far as they stand for nothing any more."""
+        """Remove the node, and its ancestors, as far as they are not needed any more."""
         while node.parent is not None and node.value is None and node.reader < 0:
             parent = node.parent
             if len(node.children) > 1:
@@ -106,7 +109,7 @@ class RadixTree(Generic[T]):
         return node
 
     def _split(self, node: RadixNode[T], at: int) -> RadixNode[T]:
-        """A new node `at` bytes into the run of `node`."""
+        """Insert a new node `at` bytes into the run of `node`, and return it."""
         parent = node.parent
         assert parent is not None
         upper = RadixNode(self, parent, node.run[:at], parent.length + at // ID_BYTES)
@@ -117,7 +120,7 @@ class RadixTree(Generic[T]):
         return upper
 
     def _merge(self, node: RadixNode[T]) -> None:
-        """Gives the run of a node with one child to that child."""
+        """Prepend the run of a node that has one child to that child's, and remove the node."""
         (child,) = node.children.values()
         parent = node.parent
         assert parent is not None
@@ -128,9 +131,12 @@ class RadixTree(Generic[T]):
 
 
 def _common(run: bytes, text: bytes, at: int) -> int:
-    """How many bytes of whole tokens `run` and `text` from `at` on have in common: by halves, each
-    of which is one comparison of memory."""
-    low, high = 0, min(len(run), len(text) - at) // ID_BYTES  # tokens: equal, perhaps equal
+    """Return how many bytes of whole tokens `run` and `text` from `at` on have in common.
+
+    A binary search, in which each step is one memory comparison.
+    """
+    # tokens known to be equal, tokens that may be
+    low, high = 0, min(len(run), len(text) - at) // ID_BYTES
     while low < high:
         middle = (low + high + 1) // 2
         if text.startswith(run[low * ID_BYTES : middle * ID_BYTES], at + low * ID_BYTES):

@@ -1,4 +1,4 @@
-"""ResumePoint and NamedState: a state with what of its text it has not read, and its name."""
+"""ResumePoint and NamedState: a state from which a text continues, and a state with a name."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from engine.cache.tiered_store import CachedState
 
 @dataclass(eq=False, slots=True)
 class ResumePoint:
-    """A state with the tokens of its text that it has not read."""
+    """A state with the last tokens of its text that it has not read."""
 
     state: CachedState
-    tail: bytes  # packed, at least one
-    tokens: int  # of the text, with the tail
-    drawn: bool  # the tail, of one token, was generated
-    recent: tuple[int, ...]  # the text's last tokens
+    tail: bytes  # packed, at least one token
+    tokens: int  # length of the text, including the tail
+    drawn: bool  # the tail is one token, which was generated
+    recent: tuple[int, ...]  # the last tokens of the text
 
     @classmethod
     def of(cls, state: CachedState, found: Snapshot) -> ResumePoint:
-        """What a snapshot says of a state."""
+        """Combine a state with what a snapshot says about it."""
         return cls(state, found.tail, found.tokens, found.drawn, found.recent)
 
     def snapshot(self, content: bytes, extra: dict[str, str] | None = None) -> Snapshot:
-        """What a file of it holds, where `content` is the state's bytes."""
+        """Return the content of its file; `content` is the state's bytes."""
         return Snapshot(content, self.tail, self.tokens, self.drawn, self.recent, extra or {})
 
 
 @dataclass(eq=False, slots=True)
 class NamedState:
-    """A state's name. Times are seconds since the epoch."""
+    """A named state; times are in seconds since the epoch."""
 
     owner: str
     id: str
@@ -38,25 +38,25 @@ class NamedState:
     created: float
     ttl: float
     expires: float
-    file: str = ""  # that it is written to, or will be
-    tag: bytes = b""  # of that file, once it is there
-    used: float = 0.0  # as far as the file's time tells
-    writing: bool = False  # it is not there yet
-    # Of a file that has a former state of the name, since this one could not be written.
+    file: str = ""  # name of the file to which it is written, or will be
+    tag: bytes = b""  # tag of that file, once written
+    used: float = 0.0  # last use, as recorded in the file's time
+    writing: bool = False  # the file is not written yet
+    # Tag of a file that still has a former state of the name, since this one could not be written.
     former_tag: bytes = b""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Owner and id."""
+        """(owner, id)."""
         return self.owner, self.id
 
     @property
     def known_tag(self) -> bytes:
-        """The tag of what lies under the name's file as far as is known; b"": nothing."""
+        """The tag that the name's file has, as far as is known; b"": no file."""
         return self.tag or self.former_tag
 
     def is_of(self, created: float, found: Snapshot) -> bool:
-        """Whether a file with these is this name's, written once."""
+        """Return whether a file with these contents was written for this state."""
         point = self.point
         ours = point.state.digest, point.tail, point.tokens, self.created
         return ours == (found.digest, found.tail, found.tokens, created)

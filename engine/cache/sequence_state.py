@@ -1,7 +1,7 @@
-"""SequenceState: what one sequence does with named states: what it starts from, and what it leaves.
+"""SequenceState: what a sequence does with named states: which it starts from, which it keeps.
 
-`state_manager` says how that comes about; here is what is known of it, from the sequence's arrival
-to its end.
+`state_manager` describes the process; this is what is known about one sequence, from its arrival to
+its end.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from engine.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """Of one sequence."""
+    """The named states of one sequence."""
 
-    source: ResumePoint | None  # that it starts from; pinned until `source_released`
-    keep: KeepState | None  # what it is to leave
-    id: str = ""  # under which that will be stored; reserved
-    target: CachedState | None = None  # whose row will have what it leaves; pinned
-    base: int = -1  # tokens of its text that the state in `target` has read; -1: not yet there
-    kept_tokens: int | None = None  # of the answer, where not all of them are
+    source: ResumePoint | None  # the state that it starts from; pinned until `source_released`
+    keep: KeepState | None  # what to keep at its end
+    id: str = ""  # reserved id under which the state will be stored
+    target: CachedState | None = None  # pinned; its row will have the state to keep
+    base: int = -1  # tokens of its text that the state in `target` has read; -1: not there yet
+    kept_tokens: int | None = None  # tokens of the answer to keep; None: all
     loads: int = 0  # how often its source was read from a file
     source_released: bool = False
-    rebuilds: Sequence | None = None  # the ended sequence whose state this one computes anew
-    reason: FinishReason = "stop"  # with which that one ended
-    answer: array[int] = field(default_factory=lambda: array("i"))  # that is kept of it
+    rebuilds: Sequence | None = None  # the ended sequence whose state this one recomputes
+    reason: FinishReason = "stop"  # finish reason of that sequence
+    answer: array[int] = field(default_factory=lambda: array("i"))  # tokens of its answer to keep
 
     @property
     def has_base(self) -> bool:
-        """Its base is in its row."""
+        """Whether its base is in its row."""
         return self.base >= 0 and self.target is not None and self.target.has_row
 
     def base_at(self, length: int) -> CachedState | None:
-        """Its target, where that is to have its base when `length` tokens are read."""
+        """Return its target, if the base is to be copied there when `length` tokens are read."""
         if self.target is None or self.base >= 0:
             return None
         return self.target if self.target.position == self.before + length else None
@@ -51,5 +51,5 @@ class SequenceState:
         return self.source.tokens - len(self.source.tail) // ID_BYTES
 
     def answer_of(self, sequence: Sequence) -> array[int]:
-        """What is kept of the sequence's answer."""
+        """Return the part of the sequence's answer that is kept."""
         return sequence.tokens[: self.kept_tokens]

@@ -1,12 +1,12 @@
-"""StateCallHandler: answers what clients ask of named states beside their requests (`StateCall`).
+"""StateCallHandler: carries out clients' calls about named states (`StateCall`).
 
-Each call is answered by one reply, at once where nothing has to be waited for:
+Each call gets one reply, at once unless something must be waited for:
 
 | action | waits for |
 | --- | --- |
 | get, list | nothing |
 | delete | its file to be removed |
-| fork, move | a row, where a file alone has the state; the file to be written |
+| fork, move | a row, if only a file has the state; the file to be written |
 | export | a row, likewise; the step that exports it; a worker thread that makes the snapshot |
 | import | a worker thread that checks the snapshot; the file to be written |
 """
@@ -44,7 +44,7 @@ class _PendingCall:
 
 
 class StateCallHandler:
-    """One per engine. `replies` are what there is to tell whom, until they are taken."""
+    """Handles state calls, one per engine; `replies` collects (client, reply) until taken."""
 
     def __init__(self, cache: StateCacheManager) -> None:
         self._states = cache.states
@@ -55,7 +55,7 @@ class StateCallHandler:
         cache.on_loaded = self._on_loaded
 
     def handle(self, client: Hashable, call: StateCall) -> None:
-        """Answers a call, now or later, with one reply. Raises nothing."""
+        """Answer a call, now or later, with one reply. Never raises."""
         self._states.expire()
         self._run(self._begin, _PendingCall(client, call))
 
@@ -88,7 +88,7 @@ class StateCallHandler:
     # Calls that need the state in a row.
 
     def _with_row(self, pending: _PendingCall) -> None:
-        """Goes on at once, or again when the state's file has been read."""
+        """Continue the call at once, or again when the state's file has been read."""
         call = pending.call
         named = self._states.get(call.owner, call.id)
         state = named.point.state
@@ -121,7 +121,7 @@ class StateCallHandler:
         self, pending: _PendingCall, info: StateInfo, point: ResumePoint, content: bytes | None
     ) -> None:
         if content is None:
-            self._refuse(pending, StepFailed("the round that was to export it failed"))
+            self._refuse(pending, StepFailed("the round that exported the state failed"))
             return
         serialize = partial(snapshot.write, point.snapshot(content), self._layout)
         self._transfer.run_aside(serialize, partial(self._on_serialized, pending, info))
@@ -132,7 +132,7 @@ class StateCallHandler:
         else:
             self._refuse(pending, _as_error(content))
 
-    # A client's snapshot.
+    # Import of a client's snapshot.
 
     def _import(self, pending: _PendingCall) -> None:
         if pending.call.target:
@@ -169,7 +169,7 @@ class StateCallHandler:
     # Replies.
 
     def _run(self, step: Callable[[_PendingCall], None], pending: _PendingCall) -> None:
-        """A step of a call; what it raises is the answer."""
+        """Run one step of a call; an EngineError becomes the reply."""
         try:
             step(pending)
         except EngineError as error:

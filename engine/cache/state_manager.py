@@ -1,6 +1,6 @@
-"""StateCacheManager: the scheduler's one way to cached and named states.
+"""StateCacheManager: the scheduler's only access to cached and named states.
 
-What the scheduler tells it of a sequence, in this order:
+The scheduler reports the life of a sequence by these calls, in this order:
 
 | call | when | what it does |
 | --- | --- | --- |
@@ -10,17 +10,19 @@ What the scheduler tells it of a sequence, in this order:
 | `on_prefill` | a plan reads part of its text | plans the copies to cached states |
 | `on_stored` | that plan is committed | they are stored; others may go on |
 | `on_slot_reused` | its slot goes to another one | plans a copy of what its slot holds |
-| `store_answer`, or `needs_rebuild` and `on_finish` | it ends | stores what it leaves |
+| `store_answer`, or `needs_rebuild` and `on_finish` | it ends | stores its final state |
 | `cancel_pending` | it reads no more | others wait for it no longer |
 | `release` | it is over | releases all that it has pinned |
 
-A sequence that is to leave a state has a row of its own for that from its admission on, its
-*target*. When its prompt has been read up to the last token (with whole chunks: up to the last
-multiple), the state is copied there, and is its *base*. At its end there are three cases:
-- nothing of the answer is kept: the base, and what is left of the prompt is its tail;
-- the answer ended with a token that is kept: the state in the slot has read all but that one;
-- else the slot has read other tokens than those that are kept, and a *rebuild* takes its place:
-  a sequence that reads the base's tail and the answer, but for the last token, after the base.
+A sequence whose state is to be kept gets a row for it at admission, its *target*. When its prompt
+has been read up to the last token (with whole chunks: up to the last multiple), the state is copied
+there; this is its *base*. At its end there are three cases:
+
+- nothing of the answer is kept: the base is stored, with the rest of the prompt as its tail;
+- the answer ends with a token that is kept: the state in the slot has read all but that token;
+- otherwise the slot has read other tokens than those that are kept, and a *rebuild* takes over: a
+  sequence that continues from the base and reads its tail and the answer, except for the last
+  token.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ from engine.step_plan import INITIAL, Admission, Copy, StepPlan
 
 
 class StateCacheManager:
-    """One per engine; called by the engine's thread alone. Lengths are tokens of `Sequence.text`.
+    """All cached and named states of an engine; called by the engine's thread only.
 
-    Plans are committed in the order in which they were made, and another plan may be made before
-    one is committed.
+    Lengths are tokens of `Sequence.text`. Plans are committed in the order in which they were made;
+    another plan may be made before one is committed.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class StateCacheManager:
         file_store: StateFileStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Takes in what `file_store` has of this model: named states, and cached ones of the same
-        variant. `clock` is the time of day in seconds. Raises ConfigError."""
+        """Load the named states of this model, and the cached ones of this variant, from the files.
+
+        `clock` returns the time of day in seconds. Raises ConfigError.
+        """
         self.config = config
         self.tiers = TieredStateStore(config.device_rows, config.first_row, config.host_rows)
         self.cache = PrefixCache(self.tiers, config.tree_bytes, config.with_whole_chunks)
@@ -71,29 +75,31 @@ class StateCacheManager:
         self.states = NamedStates(config, self.tiers, self.transfer, file_store, clock)
         self.disk = DiskTier(config, self.tiers, self.cache, self.transfer, file_store)
         self._finished = FinishedStates(config.layout, self.tiers, self.transfer, self.states)
-        # Told of a state whose file has been read, or could not be.
+        # Called with a state whose file has been read, or could not be.
         self.on_loaded: Callable[[CachedState], None] = lambda state: None
         self._of: dict[int, SequenceState] = {}  # by key, of sequences with named states
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
-    # Steps.
+    # Rounds.
 
     def begin_plan(self) -> None:
-        """Another plan is being made; comes before all that is asked for it."""
+        """Begin another plan; call it before anything that belongs to the plan."""
         self.tiers.begin_plan()
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Gives a plan, once it is made, the moves that it begins with and what it exports."""
+        """Add the initial copies and the exports to a plan that is otherwise complete."""
         self.transfer.fill_plan(plan)
 
     def on_exported(self, ticket: int, content: bytes) -> None:
-        """A committed plan has exported a state."""
+        """Pass on a state that a committed plan has exported."""
         self.transfer.on_exported(ticket, content)
 
     def on_plan_failed(self, plan: StepPlan) -> None:
-        """What a failed plan copied to is lost, but for what a file has; so is what it was to
-        export."""
+        """Handle a failed plan: states that it should have copied or exported are lost.
+
+        A state that a file has is not lost.
+        """
         places = self.tiers.overwritten({move.target for move in (*plan.before, *plan.after)})
         lost = self.tiers.states_in(places)
         self.states.remove_lost({state for state in lost if not state.written})
@@ -107,35 +113,37 @@ class StateCacheManager:
             self.transfer.on_exported(export.ticket, None)
 
     def collect(self) -> list[CachedState]:
-        """Takes in what worker threads have done, and removes expired names; once per step.
+        """Handle results of worker threads and remove expired names; call it once per step.
 
-        Returns: the states whose files have been read, or could not be, for which sequences may
-        wait (`CacheHit.loading`).
+        Returns:
+            The states whose files were read, or could not be, for which sequences may wait
+            (`CacheHit.loading`).
         """
         self.states.expire()
         self.disk.collect()
         loaded = self.transfer.collect()
         for state in loaded:
             if state.node is not None and not state.has_row and not state.files:
-                self.cache.evict(state)  # else it could not be had just now, for want of a row, say
+                # a state that has files could only not be loaded now, for example for lack of a row
+                self.cache.evict(state)
         for state in loaded:
             self.on_loaded(state)
         return loaded
 
     @property
     def exporting(self) -> bool:
-        """A plan is needed for a state to be exported, even an empty one."""
+        """Whether a plan is needed to export a state, even an empty one."""
         return self.transfer.exporting
 
     @property
     def busy(self) -> bool:
-        """Steps are needed, be it only to tell of what the disk has done."""
+        """Whether steps are needed, if only to report results of disk operations."""
         return self.transfer.busy
 
-    # A sequence's life.
+    # The life of a sequence.
 
     def on_add(self, sequence: Sequence) -> None:
-        """Looks up what a new sequence goes on from, and reserves the name that it will leave.
+        """Look up what a new sequence continues from, and reserve the name of the state to keep.
 
         Raises StateNotFound, StateBusy, StateQuota or InvalidRequest; nothing is reserved then.
         """
@@ -143,13 +151,13 @@ class StateCacheManager:
         if not request.state and request.keep is None:
             return
         keep = request.keep
-        # First of all, since from then on no other engine replaces what it starts from.
+        # First, because from now on no other engine replaces the state that it starts from.
         id = self.states.reserve(request.owner, keep.id, "keep") if keep and keep.store else ""
         try:
             source = self.states.resume_point(request.owner, request.state, request.state_optional)
             if source is None and not request.prompt:
                 raise InvalidRequest(
-                    f"prompt is empty, and there is no state {request.state!r} to go on from",
+                    f"prompt is empty, and there is no state {request.state!r} to continue from",
                     param="prompt",
                 )
         except EngineError:
@@ -162,13 +170,16 @@ class StateCacheManager:
         self._of[sequence.key] = SequenceState(source, keep, id)
 
     def lookup(self, sequence: Sequence) -> CacheHit:
-        """Looks up where a sequence that waits may start, in the plan being made.
+        """Look up where a waiting sequence may start, in the plan being made.
 
-        One that is to leave a state gets its row here, unless it has to wait.
+        A sequence whose state is to be kept gets its row here, unless it has to wait.
 
-        Returns: the hit, which holds until the next look-up or admission. With `awaited` or
-        `loading` the sequence has to wait for that, and to be looked up again.
-        Raises: EngineError where it cannot start at all.
+        Returns:
+            The hit, which is valid until the next look-up or admission. If `awaited` or `loading`
+            is set, the sequence must wait for that and be looked up again.
+
+        Raises:
+            EngineError: it cannot start at all.
         """
         own = self._of.get(sequence.key)
         source = None if own is None or own.source is None else own.source.state
@@ -190,8 +201,10 @@ class StateCacheManager:
         return hit
 
     def replacement(self, sequence: Sequence) -> ResumePoint | None:
-        """What now has the name of the state that a waiting sequence was to go on from; None where
-        that is the same state, or nothing."""
+        """Return the present state of the name from which a waiting sequence was to continue.
+
+        None if that is the same state, or if there is none.
+        """
         own, request = self._of.get(sequence.key), sequence.request
         if own is None or own.source is None:
             return None
@@ -199,7 +212,7 @@ class StateCacheManager:
         return None if latest is own.source else latest
 
     def change_source(self, sequence: Sequence, source: ResumePoint) -> None:
-        """A waiting sequence goes on from this instead (`replacement`); its text changes."""
+        """Let a waiting sequence continue from another state (`replacement`); its text changes."""
         own = self._of[sequence.key]
         assert own.source is not None and own.target is None
         self.tiers.pin(source.state)
@@ -212,7 +225,7 @@ class StateCacheManager:
         if self.config.with_whole_chunks:
             base = base // SCAN_CHUNK * SCAN_CHUNK
         if hit.state is not None:
-            self.tiers.promote(hit.state)  # it stays where it is in this plan
+            self.tiers.promote(hit.state)  # so that it stays where it is in this plan
         owner = sequence.request.owner
         if own.id:
             self.states.check_quota(owner, own.id)
@@ -224,8 +237,11 @@ class StateCacheManager:
             hit.ends = sorted({*hit.ends, base})
 
     def on_admit(self, plan: StepPlan, sequence: Sequence, hit: CacheHit) -> None:
-        """Admits a sequence that has its slot, where its latest look-up says: adds the admission
-        and the copies to the plan being made, and sets the sequence's marks and position."""
+        """Admit a sequence, which has its slot, at the position of its latest look-up.
+
+        Adds the admission and the copies to the plan being made, and sets the sequence's marks and
+        position.
+        """
         own, request = self._of.get(sequence.key), sequence.request
         place, cached, before, source = None, hit.length, 0, None
         if cached:
@@ -255,8 +271,7 @@ class StateCacheManager:
             self._release_source(own)
 
     def on_prefill(self, plan: StepPlan, sequence: Sequence, length: int) -> None:
-        """The plan being made reads a sequence's text up to `length`: adds the copies of its slot
-        that are to be stored."""
+        """Add the copies that are due when the plan being made has read the text up to `length`."""
         state = self.cache.allocate(sequence, length)
         if state is not None:
             key = sequence.key if state.has_logits else -1
@@ -266,43 +281,54 @@ class StateCacheManager:
             plan.after.append(Copy(sequence.slot, target.place))
 
     def on_stored(self, sequence: Sequence, length: int) -> Node | None:
-        """A committed plan has read a sequence's text up to `length`. Returns what other sequences
-        may wait for (`CacheHit.awaited`), if anything."""
+        """Record that a committed plan has read a sequence's text up to `length`.
+
+        Returns the node for which other sequences may wait (`CacheHit.awaited`), if any.
+        """
         own = self._of.get(sequence.key)
         if own is not None and (target := own.base_at(length)) is not None:
             self._commit_base(own, target, length)
         return self.cache.commit(sequence.key, length)
 
     def on_slot_reused(self, sequence: Sequence) -> None:
-        """A sequence's slot goes to another one in the plan being made, before it is known how it
-        ends."""
+        """Save the state in a slot that another sequence gets before the answer is known."""
         self.cache.copy_answer(sequence)
 
     def may_end(self, sequence: Sequence, reason: FinishReason, kept: int | None) -> bool:
-        """Whether a client's word ends a sequence now. Of its answer `kept` tokens are to be in
-        the state that it leaves (None: all)."""
+        """Return whether a client may end this sequence now.
+
+        `kept` is how many tokens of its answer belong in the kept state (None: all).
+        """
         own = self._of.get(sequence.key)
         if own is None:
             return True
-        if own.rebuilds is not None:  # it has ended already, but for what is kept of it
+        if own.rebuilds is not None:  # it has already ended; only its state is still being computed
             return reason == "abort"
         own.kept_tokens = None if kept is None else max(kept, 0)
         return True
 
     def has_named_state(self, sequence: Sequence) -> bool:
-        """Whether a sequence goes on from a named state or leaves one: then it ends by
-        `on_finish`, and its slot is its own until it has."""
+        """Return whether a sequence continues from a named state or keeps one.
+
+        Such a sequence ends by `on_finish`, and keeps its slot until then.
+        """
         return sequence.key in self._of
 
     def store_answer(self, sequence: Sequence, reason: FinishReason, read: int | None) -> None:
-        """A sequence without a named state ends; its slot's state has read `read` tokens of the
-        answer (None: not known, and nothing is stored)."""
+        """Cache the final state of a sequence without a named state.
+
+        The state in its slot has read `read` tokens of the answer; None: unknown, so nothing is
+        stored.
+        """
         if read is not None and reason in ("stop", "length"):
             self.cache.store_answer(sequence, read)
 
     def needs_rebuild(self, sequence: Sequence, reason: FinishReason, read: int | None) -> bool:
-        """Whether the state that a sequence leaves that ends has to be made from its base, since
-        its slot's has read other tokens of the answer: `read` (None: not known)."""
+        """Return whether the state to keep must be recomputed from the base.
+
+        That is so if the state in the slot has read other tokens of the answer than those to keep:
+        `read` of them (None: unknown).
+        """
         own = self._of[sequence.key]
         if own.rebuilds is not None or not own.has_base:
             return False
@@ -310,7 +336,7 @@ class StateCacheManager:
         return reason != "abort" and len(answer) > 0 and read != len(answer) - 1
 
     def rebuild(self, sequence: Sequence, key: int, reason: FinishReason, now: float) -> Sequence:
-        """Returns the sequence, of a new `key`, that takes the place of one that has ended."""
+        """Return the sequence, with key `key`, that recomputes the state of one that has ended."""
         own, request = self._of.pop(sequence.key), sequence.request
         answer = own.answer_of(sequence)
         text = sequence.text[own.base * ID_BYTES :] + pack_ids(answer[:-1])
@@ -326,29 +352,30 @@ class StateCacheManager:
         return Sequence(key, sequence.client, again, (), now)
 
     def on_readmit(self, plan: StepPlan, heir: Sequence) -> None:
-        """A rebuild begins in the plan being made, in its slot. Raises StepFailed where its base is
-        lost."""
+        """Admit a rebuild, which has its slot, in the plan being made.
+
+        Raises StepFailed if its base is lost.
+        """
         target = self._of[heir.key].target
         assert target is not None
         if not target.has_row:
-            raise StepFailed("the state that was to be kept is lost")
+            raise StepFailed("the state to be kept was lost")
         place = self.tiers.promote(target)
         plan.admit.append(
             Admission(heir.request, heir.key, heir.slot, place, 0, heir.text, target.position)
         )
 
     def answered(self, sequence: Sequence) -> Sequence:
-        """The sequence whose answer this one's client waits for: of a rebuild the one before it,
-        else itself."""
+        """Return the sequence whose answer the client gets: for a rebuild, its predecessor."""
         own = self._of.get(sequence.key)
         return sequence if own is None else own.rebuilds or sequence
 
     def on_finish(
         self, sequence: Sequence, reason: FinishReason, now: float, then: OnFinished
     ) -> None:
-        """Stores and exports what a sequence with a named state leaves; its slot is still its own.
+        """Store and export the final state of a sequence that still has its slot.
 
-        `then` is called once, now or later, with how `answered` has ended, or why that failed.
+        `then` is called once, now or later, with the terminal event of `answered` or an error.
         """
         own = self._of[sequence.key]
         answered = own.rebuilds or sequence
@@ -357,11 +384,11 @@ class StateCacheManager:
         self._finished.finish(sequence, own, answered, reason, now, then)
 
     def cancel_pending(self, sequence: Sequence) -> list[Node]:
-        """A sequence reads no more. Returns what others need not wait for any longer."""
+        """Stop a sequence's reading; return the nodes for which others need not wait any more."""
         return self.cache.cancel(sequence.key)
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence is over: releases all that it has pinned and reserved."""
+        """Release everything that an ended sequence has pinned and reserved."""
         own = self._of.pop(sequence.key, None)
         if own is None:
             return
@@ -380,49 +407,51 @@ class StateCacheManager:
             own.source_released = True
             self.tiers.release(own.source.state)
 
-    # Who waits for files.
+    # Waiting for files.
 
     @property
     def storing(self) -> bool:
-        """Somebody waits for a state's file to be written or removed."""
+        """Whether anybody waits for a state's file to be written or removed."""
         return bool(self.states.waiters)
 
     def stop_waiting(self, keys: Iterable[Hashable], why: str) -> None:
-        """Tells those of these requests, (client, id) each, that have ended but for a file."""
+        """Answer those of these requests, (client, id) each, that only wait for a file."""
         if self.states.waiters:
             self.states.stop_waiting(self.states.waiters.with_keys(keys), why)
 
     def stop_overdue(self, now: float, why: str) -> None:
-        """Tells those that have waited long enough, by the scheduler's clock."""
+        """Answer the requests that have waited long enough, by the scheduler's clock."""
         if self.states.waiters:
             self.states.stop_waiting(self.states.waiters.overdue(now), why)
 
     def stop_all(self, why: str) -> None:
-        """Tells all that wait."""
+        """Answer all requests that wait for a file."""
         self.states.stop_waiting(self.states.waiters.all(), why)
 
     @property
     def pending(self) -> bool:
-        """A worker thread has something to do, or has done what no step has taken in yet."""
+        """Whether worker threads have work, or results that no step has handled."""
         return self.transfer.pending
 
     def wait(self, seconds: float) -> None:
-        """Waits until a worker thread has done something, for so long at most."""
+        """Wait up to `seconds` until a worker thread has finished something."""
         self.transfer.wait(seconds)
 
     def write_all(self) -> None:
-        """Begins to write the cached states that the device alone has, at the end; steps are needed
-        until nothing is `exporting`."""
+        """Start writing the cached states that only the device has, at the end.
+
+        Steps are needed until nothing is `exporting`.
+        """
         self.disk.write_all()
 
     def close(self) -> None:
-        """Returns when what is to be written is; the last call."""
+        """Wait until everything is written; must be the last call."""
         self.transfer.close()
 
-    # Figures.
+    # Statistics.
 
     def load_stats(self, slots: int, state_bytes: int) -> dict[str, Any]:
-        """Fields of Stats: the load now, where sequences use so many slots of so many bytes."""
+        """Return the current load as fields of Stats; sequences use `slots` rows of `state_bytes`."""
         return {
             "state_bytes": (slots + self.tiers.device_used) * state_bytes,
             "host_state_bytes": self.tiers.host_used * self.config.host_row_bytes,
@@ -432,11 +461,11 @@ class StateCacheManager:
 
     @property
     def has_store_errors(self) -> bool:
-        """`take_counts` will tell of states that could not be stored."""
+        """Whether `take_counts` will report states that could not be stored."""
         return self.states.store_errors > 0 or self.disk.errors > 0
 
     def take_counts(self) -> dict[str, Any]:
-        """Fields of Stats: what happened since the last call."""
+        """Return counts since the last call, as fields of Stats."""
         counts = {
             "prefix_hits": self._hits,
             "prefix_misses": dict(self._misses),

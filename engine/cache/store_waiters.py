@@ -1,7 +1,7 @@
-"""StoreWaiters: who waits for a named state's file to be written, or to be removed.
+"""StoreWaiters: callbacks that wait for a named state's file to be written or removed.
 
-Who waits is told once: how it went, or before that, that it is not known. The disk goes on with it
-all the same.
+Each is called once: with the outcome or, before that, with the notice that it is unknown. The disk
+operation continues in that case.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from engine.deadlines import Deadlines
 from engine.errors import EngineError
 from engine.protocol.state_calls import StateInfo
 
-StoreResult = StateInfo | EngineError | None  # None: of a state that is no more
+StoreResult = StateInfo | EngineError | None  # None: the state was deleted
 OnStored = Callable[[StoreResult], None]
 
 
 @dataclass(eq=False)
 class Waiter:
-    """`then` is called once; until then it can be found by `key`, where it has one."""
+    """A callback, called once; until then it can be found by `key`, if it has one."""
 
     then: OnStored | None
     key: Hashable = None
     due: float | None = None  # when it has waited long enough, by the clock of `overdue`
 
     def tell(self, result: StoreResult) -> None:
-        """Only what is told first is."""
+        """Call the callback, unless it was called before."""
         then, self.then = self.then, None
         if then is not None:
             then(result)
@@ -35,20 +35,20 @@ class Waiter:
 
 @dataclass(eq=False, kw_only=True)
 class PendingStore(Waiter):
-    """A state on its way to its file, and who waits for it.
+    """A state on its way to its file, and the callback that waits for it.
 
-    With `must_last` its name has it only once the file is there; else then, or when that has
-    failed, or is not waited for any longer.
+    With `must_last` the name gets the state only when the file is written. Otherwise it gets it
+    then, or when writing has failed or nobody waits any more.
     """
 
     named: NamedState
     must_last: bool
-    placed: bool = False  # its name has it
+    placed: bool = False  # the name refers to it
     digest: bytes = b""  # of the state, once its file's content is made
 
 
 class StoreWaiters:
-    """All of an engine's."""
+    """All waiters of an engine."""
 
     def __init__(self) -> None:
         self._all: dict[Waiter, None] = {}
@@ -59,7 +59,7 @@ class StoreWaiters:
         return bool(self._all)
 
     def add(self, waiter: Waiter) -> None:
-        """It waits until `tell`."""
+        """Add a waiter, which waits until `tell`."""
         self._all[waiter] = None
         if waiter.key is not None:
             self._by_key[waiter.key] = waiter
@@ -67,7 +67,7 @@ class StoreWaiters:
             self._deadlines.put(waiter, waiter.due)
 
     def tell(self, waiter: Waiter, result: StoreResult) -> None:
-        """Tells a waiter, which waits no longer. Ignores one that does not wait."""
+        """Answer and remove a waiter; ignored if it does not wait."""
         if waiter not in self._all:
             return
         del self._all[waiter]
@@ -78,13 +78,13 @@ class StoreWaiters:
         waiter.tell(result)
 
     def with_keys(self, keys: Iterable[Hashable]) -> list[Waiter]:
-        """Those with these keys."""
+        """Return the waiters with these keys."""
         return [self._by_key[key] for key in keys if key in self._by_key]
 
     def overdue(self, now: float) -> list[Waiter]:
-        """Those that have waited long enough."""
+        """Return the waiters that have waited long enough."""
         return self._deadlines.overdue(now)
 
     def all(self) -> list[Waiter]:
-        """Those that wait."""
+        """Return all waiters."""
         return list(self._all)

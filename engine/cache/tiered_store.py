@@ -1,24 +1,25 @@
-"""TieredStateStore: which row or file holds each cached state, and which state gives way.
+"""TieredStateStore: which row or file has each cached state, and which state is evicted.
 
-Tiers: rows of the device's pool, rows of main memory, files. A place is an integer: a row of the
-device's pool, or ~row of main memory. Moves between places are `Copy`s, carried out in their order
-before a plan admits anybody.
+Tiers: rows of the device's pool, rows of host memory, files. A place is an integer: a row of the
+device's pool, or ~row of host memory. Moves between places are `Copy`s, executed in order before a
+plan admits any request.
 
 Invariants:
-- A state never changes once it is committed. Whoever needs it pins it: a node of the prefix cache,
-  a name, a sequence that starts from it, an export. With the last pin its row is free.
+
+- A state never changes once it is committed. Each user pins it: a node of the prefix cache, a name,
+  a sequence that starts from it, an export. When the last pin is released, its row is free.
 - A committed state with a row is in exactly one of three sets: `_on_device`, `_on_host` (its row
-  may be taken: it is only cached, or a file has it) or `_fixed` (its row in main memory may not). A
-  cached state without a row is in the fourth, `_on_disk`. One that is only allocated, or has a name
-  and lies in a file alone, is in none.
+  may be taken: it is only cached, or a file has it) or `_fixed` (its row in host memory may not be
+  taken). A cached state without a row is in a fourth one, `_on_disk`. A state that is only
+  allocated, or that has a name and is only in a file, is in none.
 - `written` is part of `files`.
-- What only the prefix cache pins may go whenever room is needed. A state with a name keeps a row
-  until a file has it (`requires_row`). One that is being exported keeps its row too.
-- The owner with the most rows gives way first (`fair_lru`). Owners may not have more states that
-  require rows than their part of all rows (`has_quota`).
-- A place that the plan being made reads or writes later (`_busy`) goes to no other state in that
-  plan, and comes free with the next one.
-- The fields of a CachedState are written here alone (tests/test_architecture.py).
+- A state that only the prefix cache pins may be evicted whenever room is needed. A state with a
+  name keeps a row until a file has it (`requires_row`), and so does one that is being exported.
+- The owner with the most rows loses one first (`fair_lru`). An owner may have no more states that
+  require rows than its share of all rows (`has_quota`).
+- A place that the plan being made reads or writes later (`_busy`) is given to no other state in
+  that plan; it becomes free with the next plan.
+- Only this module writes the fields of a CachedState (tests/test_architecture.py).
 """
 
 from __future__ import annotations
@@ -36,31 +37,30 @@ from engine.protocol.queue_policy import has_room
 from engine.slot_allocator import SlotAllocator
 from engine.step_plan import Copy, Load
 
-_NOWHERE = 2**62  # a place: in no row; who asks where a state lies asks `CachedState`
-# Of states that only the prefix cache pins, those that leave the device for the sake of others,
-# for main memory or, without that, for good: so many for each plan, but a few plans' at once, which
-# takes hardly longer. Under a load of new prompts, of which each leaves two, more would cost more
-# than they may save; and one that would only take the place of another, as good as it, is not
-# stored at all.
+_NOWHERE = 2**62  # the place of a state without a row
+# Bounds on evictions of merely cached states from the device, to host memory or for good: so many
+# per plan, but those of a few plans at once, which takes hardly longer. Under a load of new
+# prompts, each of which stores two states, more would cost more than they could save. A new state
+# that would only replace an equally good one is not stored at all.
 MOVED_PER_PLAN = 4
 MOVED_AT_ONCE = 16
 
 
 class CachedState(msgspec.Struct, eq=False):
-    """One state, after `position` tokens. To all but TieredStateStore its fields are read-only."""
+    """One state, after `position` tokens; only TieredStateStore may write its fields."""
 
-    position: int  # tokens that it has read
+    position: int  # number of tokens that it has read
     owner: str = ""
-    has_logits: bool = False  # its row has the logits after its last token
+    has_logits: bool = False  # its row also has the logits after its last token
     place: int = _NOWHERE
-    node: Any = None  # of the prefix cache's tree
-    references: int = 0  # pins
-    names: int = 0  # that refer to it
-    exports: int = 0  # that no plan has yet
-    files: AbstractSet[str] = frozenset()  # that hold it, or will
-    written: AbstractSet[str] = frozenset()  # those of them that do
-    digest: bytes = b""  # of its bytes, as of `snapshot`, once a named state's file has it
-    read_error: str = ""  # why no file could be read when that was last tried
+    node: Any = None  # node of the prefix cache's tree
+    references: int = 0  # number of pins
+    names: int = 0  # number of names that refer to it
+    exports: int = 0  # exports that are not in a plan yet
+    files: AbstractSet[str] = frozenset()  # files that have it, or will
+    written: AbstractSet[str] = frozenset()  # those of `files` that are written
+    digest: bytes = b""  # hash of its bytes, as in `snapshot`, once a named state's file has it
+    read_error: str = ""  # why no file could be read at the last try
     group: FairLru[CachedState] | set[CachedState] | None = None  # the one set that it is in
 
     @property
@@ -69,27 +69,27 @@ class CachedState(msgspec.Struct, eq=False):
 
     @property
     def on_device(self) -> bool:
-        """It has a row of the device's pool."""
+        """Whether it has a row of the device's pool."""
         return 0 <= self.place < _NOWHERE
 
     @property
     def on_host(self) -> bool:
-        """It has a row of main memory."""
+        """Whether it has a row of host memory."""
         return self.place < 0
 
     @property
     def only_cached(self) -> bool:
-        """Nobody but the prefix cache pins it."""
+        """Whether nothing but the prefix cache pins it."""
         return self.node is not None and self.references == 1
 
     @property
     def requires_row(self) -> bool:
-        """It has a name, and no file."""
+        """Whether it has a name but no file."""
         return self.names > 0 and not self.written
 
 
 class _Allowance:
-    """Of moves: once it is used up, there are none until it is whole again."""
+    """A budget of moves; once it is used up, none are allowed until it is full again."""
 
     def __init__(self) -> None:
         self.left = MOVED_AT_ONCE
@@ -100,7 +100,7 @@ class _Allowance:
         self.used_up = self.used_up and self.left < MOVED_AT_ONCE
 
     def spend(self) -> bool:
-        """Whether there is one more."""
+        """Use one move; return whether there was one."""
         self.used_up = self.used_up or not self.left
         if self.used_up:
             return False
@@ -109,18 +109,18 @@ class _Allowance:
 
 
 class TieredStateStore:
-    """Rows for states, and the only writer of a CachedState's fields.
+    """The rows of states, and the only writer of a CachedState's fields.
 
-    A state's life: `allocate` a row and `pin` it, plan a copy or a load into the row, `commit` it
-    when that copy is part of a plan, `promote` it whenever a plan starts from it, `release` it.
+    The life of a state: `allocate` a row and `pin` it, plan a copy or load into the row, `commit`
+    it when that copy is part of a plan, `promote` it whenever a plan starts from it, `release` it.
     """
 
     def __init__(self, device_rows: int, first_row: int, host_rows: int) -> None:
-        """The device's rows are `first_row` and the `device_rows` - 1 after it."""
+        """Create with all rows free; device rows are `first_row` to `first_row + device_rows - 1`."""
         self.rows = device_rows + host_rows
-        # Told of a cached state that has to go, which it detaches and releases.
+        # Called with a cached state to evict; must detach and release it.
         self.on_evict: Callable[[CachedState], None] = lambda state: None
-        # Told of a cached state without a file that has come to main memory.
+        # Called with a cached state without a file that was moved to host memory.
         self.on_demoted: Callable[[CachedState], None] = lambda state: None
         self.evictions: Counter[str] = Counter()  # by tier
         self._device = SlotAllocator(device_rows, first_row)
@@ -129,27 +129,27 @@ class TieredStateStore:
         self._on_host: FairLru[CachedState] = FairLru()
         self._on_disk: FairLru[CachedState] = FairLru()
         self._fixed: set[CachedState] = set()
-        self._requiring_rows = Weights()  # states, by owner
+        self._requiring_rows = Weights()  # number of states that require rows, by owner
         self._busy: set[int] = set()  # places that the plan being made reads or writes later
-        self._freed_busy: list[int] = []  # those of them that are free after the plan
+        self._freed_busy: list[int] = []  # those of `_busy` that become free after the plan
         self._allowance = _Allowance()
-        self._crowded = False  # since there was no row for the cache, nothing has come free
-        self._moves: list[Copy | Load] = []  # that the next plan begins with
+        self._crowded = False  # there was no row for the cache, and none has become free since
+        self._moves: list[Copy | Load] = []  # moves at the beginning of the next plan
 
     @property
     def device_used(self) -> int:
-        """Rows of the device that are taken."""
+        """Rows of the device in use."""
         return self._device.used
 
     @property
     def host_used(self) -> int:
-        """Rows of main memory that are taken."""
+        """Rows of host memory in use."""
         return self._host.used
 
     # Plans.
 
     def begin_plan(self) -> None:
-        """Another plan is being made: what the one before reads and writes is done before it."""
+        """Begin another plan; the previous one's reads and writes are executed before it."""
         self._allowance.grow()
         self._crowded = False
         self._busy.clear()
@@ -158,23 +158,25 @@ class TieredStateStore:
             self._free(place)
 
     def take_moves(self) -> list[Copy | Load]:
-        """Returns the moves that the next plan has to begin with, in order; once."""
+        """Return, once, the moves with which the next plan must begin, in order."""
         moves, self._moves = self._moves, []
         return moves
 
     def planned_moves(self) -> Iterable[Copy | Load]:
-        """The moves that `take_moves` will return."""
+        """Return the moves that `take_moves` will return, without taking them."""
         return iter(self._moves)
 
     def copy_into(self, state: CachedState, source: int, position: int | None = None) -> None:
-        """Plans a copy of the place `source` into the state's row; with `position`, that is how
-        many tokens the state has read then."""
+        """Plan a copy from place `source` into the state's row.
+
+        `position`, if given, becomes the number of tokens that the state has read.
+        """
         self._moves.append(Copy(source, state.place))
         if position is not None:
             state.position = position
 
     def load_into(self, state: CachedState, content: bytes) -> None:
-        """Plans that the state's row is filled from outside, and commits it."""
+        """Plan to fill the state's row from outside, and commit the state."""
         self._moves.append(Load(state.place, content))
         self.commit(state)
 
@@ -182,21 +184,23 @@ class TieredStateStore:
 
     @property
     def crowded(self) -> bool:
-        """There is no row for the prefix cache alone just now."""
+        """Whether there is no row for merely cached states at the moment."""
         return self._crowded or (
             self._allowance.used_up and self._device.count > 0 and not self._device.free
         )
 
     def allocate(self, state: CachedState, for_cache: bool = False) -> bool:
-        """Finds a row for a new state, evicting others if need be.
+        """Find a row for a new state, evicting others if necessary.
 
-        The row is the state's for the plan being made. Others may not move it until it is
-        committed, and nothing frees it until it is pinned and released.
+        The row belongs to the state in the plan being made. It cannot be moved before it is
+        committed, and is not freed before it was pinned and released.
 
         Args:
-            for_cache: it is for the prefix cache alone, which gets no row while many are asked for.
+            state: a state without a row.
+            for_cache: only the prefix cache wants it; it then gets no row while many are requested.
 
-        Returns: whether it has a row now.
+        Returns:
+            Whether it has a row now.
         """
         if for_cache and self.crowded:
             return False
@@ -213,7 +217,7 @@ class TieredStateStore:
         return True
 
     def commit(self, state: CachedState) -> None:
-        """Its row holds it, as far as later plans are concerned: it may be moved and evicted."""
+        """Mark the state's row as filled for later plans; from now on it may be moved or evicted."""
         if state.on_device:
             self._enter(state, self._on_device)
             self._crowded = self._crowded and state.place in self._busy
@@ -225,15 +229,16 @@ class TieredStateStore:
             self._enter(state, self._fixed)
 
     def promote(self, state: CachedState) -> int:
-        """Returns the place to start from in the plan being made, which keeps it for that plan.
+        """Return the place to start from in the plan being made, and keep it for that plan.
 
-        A state in main memory moves to the device if there is a row for it. It must have a row.
+        A state in host memory is moved to the device if there is a row for it. The state must have
+        a row.
         """
         self.touch(state)
         committed = state.group is self._on_host or state.group is self._fixed
         if committed and self._device.count and state.place not in self._busy:
-            self._busy.add(state.place)  # it must not become the room for what makes room
-            row = self._device_row(for_cache=True)  # evicts nothing for that
+            self._busy.add(state.place)  # must not be evicted to make room for itself
+            row = self._device_row(for_cache=True)  # evicts nothing
             self._busy.discard(state.place)
             if row is not None:
                 self._move(state, row)
@@ -241,17 +246,17 @@ class TieredStateStore:
         return state.place
 
     def touch(self, state: CachedState) -> None:
-        """Makes it the most recently used of its owner's."""
+        """Make the state the most recently used of its owner."""
         if isinstance(state.group, FairLru):
             state.group.touch(state)
 
     def pin(self, state: CachedState) -> CachedState:
-        """One more needs it. Returns it."""
+        """Add a pin to the state, and return the state."""
         state.references += 1
         return state
 
     def release(self, state: CachedState) -> None:
-        """One needs it no more. With the last one its row is free."""
+        """Remove a pin from the state; when the last one is removed, its row is free."""
         state.references -= 1
         if state.references == 0:
             self.free_row(state)
@@ -259,20 +264,22 @@ class TieredStateStore:
             self._crowded = False
 
     def free_row(self, state: CachedState) -> None:
-        """Takes its row, if it has one, and takes it out of its set."""
+        """Free the state's row, if it has one, and remove the state from its set."""
         self._withdraw(state)
         if state.has_row:
             self._free(state.place)
             state.place = _NOWHERE
 
     def move_to_disk(self, state: CachedState) -> None:
-        """A cached state needs no row: a file has it."""
+        """Free the row of a cached state that a file has."""
         self.free_row(state)
         self._enter(state, self._on_disk)
 
     def evict(self, owner: str) -> bool:
-        """Evicts one cached state: the owner's least recently used one, on disk first, or if the
-        owner has none another owner's. Returns whether there was one."""
+        """Evict one cached state; return whether there was one.
+
+        It is the owner's least recently used one, on disk first, or another owner's if it has none.
+        """
         tiers = ("disk", self._on_disk), ("host", self._on_host), ("device", self._on_device)
         for name, tier in tiers:
             for state in chain(tier.of(owner), tier):
@@ -283,33 +290,33 @@ class TieredStateStore:
         return False
 
     def cached_on_device(self) -> Iterable[CachedState]:
-        """The prefix cache's states in rows of the device."""
+        """Return the prefix cache's states in rows of the device."""
         return (state for state in self._on_device if state.node is not None)
 
-    # What is known of a state beside its row.
+    # Everything about a state except its row.
 
     def attach(self, state: CachedState, node: Any) -> None:
-        """A node of the prefix cache's tree, of as many tokens as the state has read, has it."""
+        """Attach the state to a prefix cache node of as many tokens as the state has read."""
         state.node, state.position = node, node.length
 
     def detach(self, state: CachedState) -> None:
-        """No node has it any more; the node's pin is still to be released."""
+        """Detach the state from its node, whose pin must still be released."""
         state.node = None
 
     def begin_export(self, state: CachedState) -> None:
-        """It must keep its row until `end_export`; it has to be pinned besides."""
+        """Make the state keep its row until `end_export`; it must be pinned as well."""
         state.exports += 1
 
     def end_export(self, state: CachedState) -> None:
-        """A plan reads it, or cannot."""
+        """Record that a plan reads the state, or cannot."""
         state.exports -= 1
 
     def add_file(self, state: CachedState, file: str) -> None:
-        """This file will hold it."""
+        """Record that this file will contain the state."""
         state.files |= {file}
 
     def mark_written(self, state: CachedState, file: str, digest: bytes = b"") -> None:
-        """This file holds it, whole; `digest` of its bytes, where that is known."""
+        """Record that this file contains the state; `digest` is the hash of its bytes, if known."""
         state.files |= {file}
         state.digest = digest or state.digest
         self._crowded = False
@@ -320,7 +327,7 @@ class TieredStateStore:
             self._enter(state, self._on_host)
 
     def remove_file(self, state: CachedState, file: str) -> None:
-        """This file holds it no more, or never will."""
+        """Record that this file does not contain the state any more, or never will."""
         required = state.requires_row
         state.files -= {file}
         state.written -= {file}
@@ -329,39 +336,38 @@ class TieredStateStore:
             self._enter(state, self._fixed)
 
     def note_read_error(self, state: CachedState, reason: str) -> None:
-        """Why its files cannot be read just now; "": that is tried anew."""
+        """Record why the state's files cannot be read now; "": reading is tried again."""
         state.read_error = reason
 
     def add_name(self, state: CachedState) -> None:
-        """One more name refers to it, which pins it."""
+        """Count one more name that refers to the state, which pins it."""
         required = state.requires_row
         state.names += 1
         self._weigh(self.pin(state), required)
 
     def remove_name(self, state: CachedState) -> None:
-        """One name less refers to it, which releases it."""
+        """Count one name less that refers to the state, which releases it."""
         required = state.requires_row
         state.names -= 1
         self._weigh(state, required)
         self.release(state)
 
     def has_quota(self, owner: str) -> bool:
-        """Whether one more state of the owner's may require a row for as long as it has a name."""
+        """Return whether the owner may have one more named state that requires a row."""
         taken, own = self._requiring_rows.total, self._requiring_rows.of.get(owner, 0)
         return has_room(taken=taken, own=own, more=1, most=self.rows, owner=owner)
 
     # Failed plans.
 
     def overwritten(self, places: set[int]) -> set[int]:
-        """Given places whose contents are lost, returns them with those that planned moves copy
-        them to."""
+        """Return `places`, whose contents are lost, and those to which planned moves copy them."""
         for move in self._moves:
             if isinstance(move, Copy) and move.source in places:
                 places = places | {move.target}
         return places
 
     def states_in(self, places: set[int]) -> list[CachedState]:
-        """The committed states in these rows."""
+        """Return the committed states in these rows."""
         groups = (*self._on_device, *self._on_host, *self._fixed) if places else ()
         return [state for state in groups if state.place in places]
 
@@ -377,7 +383,7 @@ class TieredStateStore:
             state.group = None
 
     def _weigh(self, state: CachedState, required: bool) -> None:
-        """It required a row before, or not."""
+        """Update the owner's count of states that require rows; `required`: it did before."""
         if state.requires_row != required:
             self._requiring_rows.add(state.owner, -1 if required else 1)
 
@@ -426,7 +432,7 @@ class TieredStateStore:
         return ~self._host.allocate() if self._host.free else None
 
     def _drop_row(self, state: CachedState) -> None:
-        """A cached state loses its row."""
+        """Take a cached state's row: keep its file, or evict it."""
         if state.written:
             self.move_to_disk(state)
         else:

@@ -1,8 +1,8 @@
-"""StateTransfer: states' bytes out of rows, and into rows from files or clients.
+"""StateTransfer: moves the bytes of states out of rows, and into rows from files or clients.
 
-A state's bytes come with the results of the step whose plan exports it. Those of a state in no row
-are read from its file, and put in a row by the next plan. Serializing and checking a state takes a
-while where it is large, so a worker thread does both.
+The bytes of an exported state arrive with the results of the step whose plan exports it. A state
+without a row is read from its file and put into a row by the next plan. Serializing and checking a
+large state takes time, so a worker thread does both.
 
 | what | asked for by | runs | told |
 | --- | --- | --- | --- |
@@ -28,11 +28,12 @@ from engine.step_plan import StepPlan, Store
 
 log = logging.getLogger(__name__)
 
-MOST_LOADS = 3  # of one state for one request: others may have taken its row meanwhile
-MORE_BYTES = 8192  # that a named state's file may have beside a snapshot's: its name
+# most loads of a state for one request, as others may take its row before it is used
+MOST_LOADS = 3
+MORE_BYTES = 8192  # a named state's file may be this much larger than a snapshot: it has the name
 LANE = "snapshots"  # of `WorkerThreads`
 
-Exported = Callable[[bytes | None], None]  # told a state's bytes; None: it is lost
+Exported = Callable[[bytes | None], None]  # called with a state's bytes; None: it is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,18 @@ class _PendingExport:
 
 @dataclass(eq=False, slots=True)
 class _PendingLoad:
-    """A state on its way from a file to a row, tried file by file."""
+    """A state on its way from a file to a row; its files are tried one after the other."""
 
     state: CachedState
     file_store: StateFileStore
-    most: int  # bytes of a file
+    most: int  # the most bytes of a file
     parse: Parse
-    on_lost: Callable[[str], None]  # told of files that are gone or damaged
-    files: list[str]  # still to be tried, the last one first
+    on_lost: Callable[[str], None]  # called with the names of files that are missing or damaged
+    files: list[str]  # files still to be tried, the last one first
 
 
 class StateTransfer:
-    """One per engine; called by the engine's thread alone."""
+    """The transfers of an engine; called by the engine's thread only."""
 
     def __init__(
         self, tiers: TieredStateStore, layout: StateLayout, file_store: StateFileStore | None
@@ -66,47 +67,54 @@ class StateTransfer:
         self._threads = WorkerThreads() if file_store is None else file_store.threads
         self._exports: dict[int, _PendingExport] = {}  # by ticket
         self._next_ticket = 0
-        self._unplanned: list[int] = []  # tickets that no plan has yet
+        self._unplanned: list[int] = []  # tickets that are not in a plan yet
         self._loading: set[CachedState] = set()
-        self._loaded: list[CachedState] = []  # or could not be; not told yet
+        # states that were loaded, or could not be, not reported yet
+        self._loaded: list[CachedState] = []
 
     @property
     def exporting(self) -> bool:
-        """Somebody waits for a state to be exported."""
+        """Whether anybody waits for a state to be exported."""
         return bool(self._exports)
 
     @property
     def pending(self) -> bool:
-        """A worker thread has something to do, or has done what `collect` has not told yet."""
+        """Whether worker threads have work, or results that `collect` has not reported."""
         return self._threads.pending > 0
 
     @property
     def busy(self) -> bool:
-        """Steps are needed: for an export, for what a worker thread does, or to tell of that."""
+        """Whether steps are needed: for an export, or for worker threads and their results."""
         return bool(self._exports or self._loaded or self.pending)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a worker thread has done something, for so long at most."""
+        """Wait up to `seconds` until a worker thread has finished something."""
         self._threads.wait(seconds)
 
     def run_aside(self, work: Work, done: Done) -> None:
-        """Has a worker thread do something that touches no state here; `done` as of
-        `WorkerThreads.submit`."""
+        """Run `work`, which must not touch any state here, on a worker thread.
+
+        `done` is called as by `WorkerThreads.submit`.
+        """
         self._threads.submit(LANE, work, done)
 
     def close(self) -> None:
-        """Returns when what is to be written is; there will be no more."""
+        """Wait until everything is written, and accept no more work."""
         if self._file_store is not None:
             self._file_store.close()
 
     def flush(self) -> None:
-        """Returns when what is to be written is."""
+        """Wait until everything is written."""
         if self._file_store is not None:
             self._file_store.flush()
 
     def collect(self) -> list[CachedState]:
-        """Calls what worker threads are done for. Returns the states that have been read from
-        files, or could not be (they have no row then), since this was last called."""
+        """Call the callbacks of finished work.
+
+        Returns:
+            The states that were read from files, or could not be (they have no row then), since the
+            last call.
+        """
         if self._threads.pending:
             self._threads.collect()
         loaded, self._loaded = self._loaded, []
@@ -115,11 +123,13 @@ class StateTransfer:
     # Out of rows.
 
     def export(self, state: CachedState, then: Exported, with_logits: bool = False) -> None:
-        """Exports a state that lies in a row, with the next plan.
+        """Export a state that is in a row, with the next plan.
 
         Args:
-            then: called with its bytes (and those of its logits) when that plan has run, in
-                `on_exported`; with None if it is lost.
+            state: the state.
+            then: called by `on_exported` with its bytes (and its logits') when that plan has run;
+            with None if the state is lost.
+            with_logits: export the stored logits as well.
         """
         self._next_ticket += 1
         self._tiers.begin_export(state)
@@ -128,7 +138,7 @@ class StateTransfer:
         self._unplanned.append(self._next_ticket)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Gives a plan, once it is made, the moves that it begins with and what it exports."""
+        """Add the initial moves and the exports to a plan that is otherwise complete."""
         plan.before, tickets = self._tiers.take_moves(), self._unplanned
         self._unplanned = []
         for ticket in tickets:
@@ -140,7 +150,7 @@ class StateTransfer:
                 self.on_exported(ticket, None)
 
     def on_exported(self, ticket: int, content: bytes | None) -> None:
-        """What a plan has exported is here; None: the plan failed."""
+        """Deliver what a plan has exported; None: the plan failed."""
         pending = self._exports.pop(ticket, None)
         if pending is not None:
             pending.then(content)
@@ -149,40 +159,41 @@ class StateTransfer:
     # Into rows.
 
     def import_state(self, state: CachedState, content: bytes) -> bool:
-        """Puts a state that comes from outside in a row, with the next plan. Returns whether there
-        is one."""
+        """Put a state from outside into a row, with the next plan; return False if none is free."""
         if not self._tiers.allocate(state):
             return False
         self._tiers.load_into(state, content)
         return True
 
     def load(self, state: CachedState, tries: int, param: str) -> None:
-        """Brings a named state that lies in no row back from its file; `collect` tells when.
+        """Load a named state that has no row from its file; `collect` reports when it is done.
 
-        Files that are gone or damaged are the state's no more. Where a file cannot be read just
-        now, the state's `read_error` says why.
+        Missing or damaged files are removed from the state. If a file cannot be read now, the
+        state's `read_error` says why.
 
         Args:
-            tries: how often who asks has done so before, for one request.
-            param: the request's parameter that errors name.
+            state: the state.
+            tries: how many loads the caller has requested before, for one request.
+            param: the request parameter that errors name.
 
-        Raises: StateNotFound, StateQuota or StepFailed where it is of no use to ask.
+        Raises:
+            StateNotFound, StateQuota or StepFailed: loading is useless.
         """
         if not state.files or self._file_store is None:
             raise StateNotFound(
-                "the state is lost: it has been replaced, or its file cannot be read", param=param
+                "the state is lost: it was replaced, or its file cannot be read", param=param
             )
         if tries and state.read_error:
             raise StepFailed(f"the state's file cannot be read: {state.read_error}")
         if tries >= MOST_LOADS:
-            raise StateQuota("no memory is left to bring the state back to")
+            raise StateQuota("no memory is left to load the state into")
         most = self._layout.most_bytes + MORE_BYTES
         self.load_from(self._file_store, state, most, partial(self._parse, state.digest))
 
     def _parse(self, digest: bytes, content: bytes) -> bytes:
         found = snapshot.read(content, self._layout)
         if found.digest != digest:
-            raise StateMalformed("the file has another state than it had: it has been replaced")
+            raise StateMalformed("the file contains another state: it was replaced")
         return found.state
 
     def load_from(
@@ -193,13 +204,15 @@ class StateTransfer:
         parse: Parse,
         on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """As `load`, from files of any format.
+        """Load a state from its files, of any format; like `load`.
 
         Args:
-            most: bytes that a file may have.
-            parse: gives the state of a file's content or raises EngineError; called by a worker
-                thread.
-            on_lost: told of files that are gone or damaged.
+            file_store: where the files are.
+            state: the state.
+            most: the most bytes that a file may have.
+            parse: returns the state in a file's content or raises EngineError; called by a worker
+            thread.
+            on_lost: called with the names of files that are missing or damaged.
         """
         if state in self._loading:
             return
@@ -209,7 +222,7 @@ class StateTransfer:
         self._read_next(_PendingLoad(state, file_store, most, parse, on_lost, files))
 
     def _read_next(self, load: _PendingLoad) -> None:
-        """From the last of the files that the state still has."""
+        """Read the last of the remaining files that the state still has."""
         while load.files:
             name = load.files.pop()
             if name in load.state.files:
@@ -227,12 +240,12 @@ class StateTransfer:
             self._end_load(load)
             return
         if isinstance(content, FileNotFoundError | EngineError):
-            log.error("a file of a state is lost: %s: %s", name, content)
+            log.error("the file of a state is lost: %s: %s", name, content)
             self._tiers.remove_file(state, name)
             load.on_lost(name)
         else:
             self._tiers.note_read_error(state, content.strerror or str(content))
-            log.error("a file of a state cannot be read: %s", content)
+            log.error("the file of a state cannot be read: %s", content)
         self._read_next(load)
 
     def _end_load(self, load: _PendingLoad) -> None:

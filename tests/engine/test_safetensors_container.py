@@ -54,8 +54,8 @@ def headed(text: bytes) -> bytes:
         (headed(b'{"a": {}, "a": {}}'), "duplicate name"),
         (headed(b'{"__metadata__": {"a": 1}}'), "object of strings"),
         (headed(b'{"__metadata__": []}'), "object of strings"),
-        (headed(b"[]"), "no JSON object"),
-        (headed(b"[" * 60000), "no JSON"),
+        (headed(b"[]"), "not a JSON object"),
+        (headed(b"[" * 60000), "not valid JSON"),
     ],
 )
 def test_a_header_is_bounded_and_checked(content: bytes, words: str) -> None:

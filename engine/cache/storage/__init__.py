@@ -1,1 +1,1 @@
-"""Cached states as files: snapshots, named states, cached prefixes, and their folder."""
+"""Files of cached states: snapshots, named states, cached prefixes, and their folder."""

@@ -1,15 +1,14 @@
-"""StateFileStore: a folder with files of states, written and read by a thread.
+"""StateFileStore: a folder of state files, written and read by a worker thread.
 
-A file is written under another name first and then renamed, so what lies there under its name is
-whole, and a write that fails leaves what was there. That outlasts this process; with `sync`, what
-is `lasting` outlasts a loss of power too: file and folder are written to the disk itself before it
-is said to be there. The thread does one thing after the other, in the order in which it was asked.
+A file is written under a temporary name and then renamed. A file under its own name is therefore
+complete, and a failed write leaves the previous file. Files outlast this process. With `sync`,
+files written as `lasting` also survive a power failure: file and folder are synced before the write
+is reported. The thread does one thing after the other, in the order of the calls.
 
-Names begin with what tells models apart, so several may share a folder. Two engines of one model do
-while one takes the other's place; a `FolderLock` tells them of each other. The names that files are
-written under are then each engine's own, and left-over ones are removed by an engine that is alone.
-Whatever else lies there is never followed, waited for or overwritten through: links, pipes,
-devices, folders.
+Names begin with a hash of the model, so models may share a folder. Two engines of one model use it
+while one replaces the other; a `FolderLock` tells them of each other. Temporary names are different
+for each engine, and an engine that is alone removes left-over ones. Anything else in the folder
+(links, pipes, devices, folders) is never followed, waited for or written through.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 HEXADECIMAL = frozenset("0123456789abcdef")
-CLOSE_SECONDS = 10.0  # for what is still to be written at the end
+CLOSE_SECONDS = 10.0  # wait for pending writes at the end
 LANE = "files"  # of `WorkerThreads`
 
 Parse = Callable[[bytes], bytes]
 
 
 class Unsynced(OSError):
-    """A file has taken its name, with `tag`, but the folder may forget that with a loss of
-    power."""
+    """A file was written and renamed, with `tag`, but may be lost in a power failure."""
 
     def __init__(self, error: OSError, tag: bytes) -> None:
         super().__init__(error.errno, error.strerror or str(error), error.filename)
@@ -53,11 +51,17 @@ class Unsynced(OSError):
 
 
 class StateFileStore:
-    """`threads` hands out what the thread has done. All methods are called by one thread, and only
-    those with a `done` leave the work to the other one."""
+    """State files of one model in a folder.
+
+    All methods are called by one thread. Only those with a `done` argument do their work on another
+    thread; `threads` reports the results.
+    """
 
     def __init__(self, folder: Path, model: str, sync: bool = False) -> None:
-        """Raises ConfigError when the folder cannot be used. Engines of one `model` share locks."""
+        """Create the folder. Raises ConfigError if it cannot be used.
+
+        Engines of the same `model` share locks. `sync`: sync files that are written as `lasting`.
+        """
         self._folder = folder
         self._sync = sync
         self._temporary = f".{secrets.token_hex(4)}{TEMPORARY}"
@@ -74,78 +78,90 @@ class StateFileStore:
 
     @property
     def pending(self) -> int:
-        """Things asked for and not yet collected."""
+        """Operations requested and not yet collected."""
         return self.threads.pending
 
     @staticmethod
     def name(model: str, *parts: str) -> str:
-        """The name of a model's file of what these parts tell apart: of one length."""
+        """Return the file name, of fixed length, for `parts` of this model."""
         return _model_part(model) + digest_of(*parts) + SUFFIX
 
     def write(
         self, name: str, content: Callable[[], bytes], done: Done, lasting: bool = False
     ) -> None:
-        """`done` is called with the file's `tag` when it is written, or with the error, which is
-        `Unsynced` where the file is there nevertheless."""
+        """Write a file.
+
+        `done` is called with the file's `tag` when it is written, or with the error. The error is
+        `Unsynced` if the file was written nevertheless.
+        """
         self._change(name, lambda: self._write(name, content(), lasting and self._sync), done)
 
     def read(self, name: str, most: int, parse: Parse, done: Done) -> None:
-        """`done` is called with what `parse` makes of the content, or with the error that it
-        raises, or with that of reading: FileNotFoundError where there is no such file, or none of
-        up to `most` bytes."""
+        """Read a file and parse its content.
+
+        `done` is called with what `parse` returns, or with the error that `parse` or reading
+        raises: FileNotFoundError if there is no such file of up to `most` bytes.
+        """
         self._ask(lambda: parse(_read(self._folder / name, most)), done)
 
     def delete(self, name: str, done: Done = lambda result: None) -> None:
-        """`done` is called with nothing when it is gone, or with the error where it cannot be
-        removed."""
+        """Delete a file.
+
+        `done` is called with b"" when it is gone, or with the error if it cannot be removed.
+        """
         self._change(name, lambda: self._delete(name), done)
 
     def touch(self, name: str, tag: bytes, now: float, done: Done) -> None:
-        """The file of this tag was used: its time becomes `now`, in seconds since the epoch. `done`
-        is called with the tag that it has then, or with the error: FileNotFoundError where there is
-        no such file, or another one."""
+        """Set the time of the file with this tag to `now`, in seconds since the epoch.
+
+        `done` is called with its new tag, or with the error: FileNotFoundError if there is no such
+        file, or another one.
+        """
         self._ask(lambda: _touch(self._folder / name, tag, now), done)
 
     def changing(self, name: str) -> bool:
-        """It is about to be written or deleted here, so what lies there says nothing."""
+        """Return whether the file is about to be written or deleted, so its content is stale."""
         return name in self._changing
 
     def tag(self, name: str) -> bytes:
-        """What tells this file from any other that has had or will have its name; b"" where there
-        is none."""
+        """Return what identifies this version of the file; b"" if there is none."""
         try:
             return tag_of((self._folder / name).lstat())
         except OSError:
             return b""
 
     def collect(self) -> None:
-        """Calls what waits to be called."""
+        """Call the callbacks of finished operations."""
         self.threads.collect()
 
     def wait(self, seconds: float) -> None:
-        """Waits until something is done, or the time is over; then collects."""
+        """Wait up to `seconds` until an operation is finished; then collect."""
         self.threads.wait(seconds)
 
     def flush(self) -> None:
-        """Returns when all that was asked for is done, or after CLOSE_SECONDS."""
+        """Wait until all requested operations are finished, or for CLOSE_SECONDS."""
         until = time.monotonic() + CLOSE_SECONDS
         while self.pending and time.monotonic() < until:
             self.wait(0.1)
 
     def close(self) -> None:
-        """As `flush`; then the folder is other engines' alone. What is still being written keeps
-        its locks until this process ends."""
+        """Flush, then leave the folder to other engines.
+
+        Files still being written keep their locks until this process ends.
+        """
         self.flush()
         if not self.pending:
             self.lock.close()
 
     def list_files(self, model: str, folder: str = "") -> list[tuple[str, os.stat_result]]:
-        """Lists a model's files, with their status, and removes what nobody will finish.
+        """List a model's files with their status, and remove abandoned temporary files.
 
         Args:
-            folder: one within this, which is made if need be.
+            model: the model whose files are listed.
+            folder: a folder within this one; created if necessary.
 
-        Raises: ConfigError.
+        Raises:
+            ConfigError.
         """
         mine, within = _model_part(model), self._folder / folder
         found: list[tuple[str, os.stat_result]] = []
@@ -163,7 +179,7 @@ class StateFileStore:
                         found.append((str(path.relative_to(self._folder)), path.lstat()))
         except OSError as error:
             raise _unusable(within, error) from error
-        # Asked after they were listed: so none of them is an engine's that has started since.
+        # Checked after listing, so that no file belongs to an engine that has started since.
         if left and self.lock.alone:
             for path in left:
                 with suppress(OSError):
@@ -173,13 +189,18 @@ class StateFileStore:
     def read_now(
         self, name: str, most: int, read: Callable[[BinaryIO], bytes] | None = None
     ) -> tuple[bytes, os.stat_result]:
-        """Reads a file at once, on the calling thread.
+        """Read a file at once, on the calling thread.
 
         Args:
-            most: bytes that the file may have.
-            read: reads of it what is wanted; by default all.
+            name: the file's name.
+            most: the most bytes that the file may have.
+            read: reads the part that is wanted; None: all.
 
-        Returns: what was read, and the file's status. Raises OSError.
+        Returns:
+            What was read, and the file's status.
+
+        Raises:
+            OSError.
         """
         return _read_with_status(self._folder / name, most, read)
 
@@ -204,7 +225,7 @@ class StateFileStore:
             tag = tag_of(temporary.lstat())
             temporary.replace(self._folder / name)
         except OSError as error:
-            log.error("a state cannot be written: %s", error)
+            log.error("a state's file cannot be written: %s", error)
             with suppress(OSError):
                 temporary.unlink()
             raise
@@ -212,7 +233,7 @@ class StateFileStore:
             try:
                 _sync_folder((self._folder / name).parent)
             except OSError as error:
-                log.error("a state's folder cannot be written to the disk: %s", error)
+                log.error("the folder of a state's file cannot be synced: %s", error)
                 raise Unsynced(error, tag) from error
         return tag
 
@@ -227,18 +248,20 @@ class StateFileStore:
 
 
 def tag_of(status: os.stat_result) -> bytes:
-    """Of a file with this status, as of `StateFileStore.tag`."""
+    """Return the tag of a file with this status; see `StateFileStore.tag`."""
     return b"%d %d %d" % (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def lock_of(folder: Path, model: str) -> Path:
-    """The file of the locks that engines of a model share in a folder."""
+    """Return the lock file that engines of a model share in a folder."""
     return folder / f"{_model_part(model)}lock"
 
 
 def digest_in(name: str, model: str) -> str | None:
-    """Of `engine.protocol.placement.digest_of`, what the name of one of the model's files has; None
-    for what is no such name."""
+    """Return the `placement.digest_of` part of a file name of this model.
+
+    None if it is not the name of a state file.
+    """
     mine = _model_part(model)
     digest = name[len(mine) : -len(SUFFIX)]
     if not (name.startswith(mine) and name.endswith(SUFFIX)) or len(digest) != DIGEST_CHARACTERS:
@@ -258,8 +281,7 @@ def _model_part(model: str) -> str:
 
 
 def _write_new(path: Path, content: bytes, sync: bool = False) -> None:
-    """Writes a file that nobody else has made: what has its name goes first. With `sync` it is on
-    the disk itself afterwards."""
+    """Write a new file, removing what has its name; with `sync`, sync it to the disk."""
     with suppress(FileNotFoundError):
         path.unlink()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -285,12 +307,14 @@ def _read(path: Path, most: int) -> bytes:
 def _read_with_status(
     path: Path, most: int, read: Callable[[BinaryIO], bytes] | None = None
 ) -> tuple[bytes, os.stat_result]:
-    """What `read` reads (all), and the file's status. Raises OSError; FileNotFoundError for what is
-    no file of up to `most` bytes."""
+    """Return what `read` reads (None: everything), and the file's status.
+
+    Raises OSError; FileNotFoundError if it is not a regular file of up to `most` bytes.
+    """
     with open(_open(path), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.EINVAL, "is no regular file", str(path))
+            raise FileNotFoundError(errno.EINVAL, "is not a regular file", str(path))
         content = b""
         if found.st_size <= most:
             content = file.read(most + 1) if read is None else read(file)
@@ -300,10 +324,10 @@ def _read_with_status(
 
 
 def _touch(path: Path, tag: bytes, now: float) -> bytes:
-    descriptor = _open(path)  # so that it is this very file's time, whatever takes its name
+    descriptor = _open(path)  # so that it is this file's time, whatever is renamed over it
     try:
         if tag_of(os.fstat(descriptor)) != tag:
-            raise FileNotFoundError(errno.ENOENT, "is another file", str(path))
+            raise FileNotFoundError(errno.ENOENT, "was replaced by another file", str(path))
         os.utime(descriptor, (now, now))
         return tag_of(os.fstat(descriptor))
     finally:
@@ -311,11 +335,11 @@ def _touch(path: Path, tag: bytes, now: float) -> bytes:
 
 
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK a pipe would be waited for.
+    # Without O_NONBLOCK, opening a pipe would block.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.open(path, flags)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise FileNotFoundError(error.errno, "is no regular file", str(path)) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+            raise FileNotFoundError(error.errno, "is not a regular file", str(path)) from error
         raise

@@ -1,6 +1,6 @@
-"""What the file of a named state says beside the state: whose it is, its name, how long it stays.
+"""The file of a named state: a snapshot with owner, id and lifetime in its metadata.
 
-Everything in it is checked: a folder is where others may put things too.
+All of it is validated on reading, since others may put files into the folder too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 @dataclass(frozen=True)
 class StateFile:
-    """What a file says. Times are seconds, `created` since the epoch."""
+    """The content of a file; times are in seconds, `created` since the epoch."""
 
     owner: str
     id: str
@@ -30,7 +30,7 @@ class StateFile:
 
 
 def check_id(param: str, id: str) -> None:
-    """Raises InvalidRequest."""
+    """Check a state's id; raises InvalidRequest that names `param`."""
     if not id or len(id) > MOST_ID or not ID_CHARACTERS.issuperset(id):
         raise InvalidRequest(
             f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits and . _ : "
@@ -40,28 +40,28 @@ def check_id(param: str, id: str) -> None:
 
 
 def name_of(owner: str, id: str, shape: StateLayout) -> str:
-    """Of a state's file."""
+    """Return the name of a state's file."""
     return StateFileStore.name(shape.fingerprint, owner, id)
 
 
 def entries(owner: str, id: str, ttl: float, created: float) -> dict[str, str]:
-    """Further metadata of the snapshot, from which `parse` has it."""
+    """Return the extra metadata of the snapshot, from which `parse` restores the fields."""
     return {"owner": owner, "id": id, "ttl": repr(ttl), "created": repr(created)}
 
 
 def parse(name: str, content: bytes, shape: StateLayout) -> StateFile:
-    """What a file of this name says. Raises EngineError where it is not what was written."""
+    """Parse and validate the file of this name. Raises EngineError if it is invalid."""
     found = snapshot.read(content, shape)
     try:
         owner, id = found.extra["owner"], found.extra["id"]
         ttl, created = float(found.extra["ttl"]), float(found.extra["created"])
         written_to = name_of(owner, id, shape)
     except (KeyError, ValueError) as error:
-        raise StateMalformed(f"an entry is missing or malformed: {error!r}") from None
+        raise StateMalformed(f"a metadata entry is missing or malformed: {error!r}") from None
     check_id("id", id)
     check_ttl("ttl", ttl)
     if not 0 <= created <= MOST_TIME:
         raise StateMalformed(f"created is {created}; allowed: 0 to {MOST_TIME:g}")
     if written_to != name:
-        raise StateMalformed("the file has another name than its state")
+        raise StateMalformed("the file's name does not match its owner and id")
     return StateFile(owner, id, ttl, created, found)

@@ -1,12 +1,12 @@
-"""A cached state as one safetensors file: the text that it stands after, and the state.
+"""The file of a cached prefix: the text that was read and the state after it, as safetensors.
 
-Tensors: `text` I32 [n], which comes first, so that a start reads no more than that; `state` F32,
-cell and conv as in a pool's row; `logits` F32 [vocab] where there are some. Metadata: `format`;
-`variant` of the model, within which states have the same bits; `owner` and `salt`, to whom the text
-is known; checksums of the text, with all that the metadata says, and of the rest.
+Tensors: `text` I32 [n], first in the file so that only it is read at a start; `state` F32, cell and
+conv as in a pool row; `logits` F32 [vocab] if stored. Metadata: `format`; `variant` of the model,
+within which states are bitwise equal; `owner` and `salt` to which the text belongs; a checksum of
+the text with the metadata, and one of the rest.
 
-Such files are this engine's own, and never a client's. They are checked nevertheless: a disk may
-give back something else than was written.
+These files are made by the engine only, never by a client. They are validated nevertheless, since a
+disk may return something else than was written.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ FORMAT = "minserve.prefix.1"
 
 @dataclass(frozen=True)
 class Head:
-    """What a file says before the state."""
+    """The content of a file, except for the state."""
 
     owner: str
     salt: str
-    text: bytes  # packed
+    text: bytes  # packed token ids
     with_logits: bool
-    bytes: int  # of the whole file
+    bytes: int  # size of the whole file
 
 
 def write(head: Head, state: bytes, variant: str) -> bytes:
-    """The file; `state` with the logits, where `head` says so. (Its `bytes` are not looked at.)"""
+    """Return the file's content.
+
+    `state` includes the logits if `head` says so; `head.bytes` is ignored.
+    """
     metadata = {
         "format": FORMAT,
         "variant": variant,
@@ -53,24 +56,27 @@ def write(head: Head, state: bytes, variant: str) -> bytes:
 
 
 def read_head(file: BinaryIO, most: int) -> bytes:
-    """The beginning of a file, up to the state, with at most `most` bytes of text."""
+    """Read a file up to the state, with at most `most` bytes of text."""
     return read_through(file, "text", most)
 
 
 def parse_head(content: bytes, variant: str, shape: StateLayout) -> Head:
-    """What the beginning of a file says. Raises StateMalformed."""
+    """Parse and validate the beginning of a file. Raises StateMalformed."""
     head, _ = _parse(content, variant, shape)
     return head
 
 
 def parse(content: bytes, variant: str, shape: StateLayout) -> bytes:
-    """The state of a whole file, with the logits where it has them. Raises StateMalformed."""
+    """Parse and validate a whole file; return the state, and its logits if stored.
+
+    Raises StateMalformed.
+    """
     head, state_sum = _parse(content, variant, shape)
     if len(content) != head.bytes:
         raise StateMalformed(f"the file has {len(content)} bytes; its header says {head.bytes}")
     state = content[-_state_bytes(head.with_logits, shape) :]
     if _sum(state) != state_sum:
-        raise StateMalformed("the state has another checksum than when it was written")
+        raise StateMalformed("the state's checksum is wrong: the file is damaged")
     if not np.isfinite(np.frombuffer(state, "<f4")).all():
         raise StateMalformed("the state has values that are not finite")
     return state
@@ -82,7 +88,7 @@ def _parse(content: bytes, variant: str, shape: StateLayout) -> tuple[Head, str]
         told, start = header.metadata, header.data_start
         begin, end = header.tensors["text"]["data_offsets"]
         if told["format"] != FORMAT or told["variant"] != variant:
-            raise StateMalformed("the file is of another format or another model")
+            raise StateMalformed("the file has another format, or is of another model")
         if begin != 0 or type(end) is not int or not 0 < end <= len(content) - start:
             raise StateMalformed("the file ends within its text")
         with_logits = told["with_logits"] == "1"
@@ -90,13 +96,13 @@ def _parse(content: bytes, variant: str, shape: StateLayout) -> tuple[Head, str]
         text = content[start : start + end]
         head = Head(told["owner"], told["salt"], text, with_logits, size)
         if told["text_sum"] != _text_sum(variant, head):
-            raise StateMalformed("the text has another checksum than when it was written")
+            raise StateMalformed("the text's checksum is wrong: the file is damaged")
         ids = unpack_ids(text)
         if not 0 <= min(ids) <= max(ids) < shape.vocab_size:
-            raise StateMalformed("the text has a token id that the model does not know")
+            raise StateMalformed("the text has a token id outside the model's vocabulary")
         return head, told["state_sum"]
     except (ValueError, TypeError, LookupError) as error:
-        raise StateMalformed(f"no file of a cached state: {error!r}") from None
+        raise StateMalformed(f"not the file of a cached state: {error!r}") from None
 
 
 def _state_bytes(with_logits: bool, shape: StateLayout) -> int:

@@ -1,16 +1,18 @@
-"""A named state as one safetensors file; nothing in it is ever unpickled or trusted.
+"""Snapshot: a named state as one safetensors file; its content is never unpickled or trusted.
 
-Tensors: `cell` F32 [layers, inner]; `conv` F32 [layers, taps - 1, d_model] where the model has
-convolutions; `tail` I32 [n], the last tokens of the text, 1 to MOST_TAIL of them. The state is the
-one before the tail, which is read when somebody goes on from it: so what follows has the logits
-that it would have had, and a snapshot needs none. Metadata, all strings: `format`; `fingerprint` of
-the model; `tokens`, how many the text has, the tail included; `drawn`, 1 where the tail was
-generated; `recent`, the last tokens of the text, which tell of an unfinished character; `digest` of
-all that the file says: the other metadata, names, types and shapes of the tensors, and their bytes.
+Tensors: `cell` F32 [layers, inner]; `conv` F32 [layers, taps - 1, d_model] if the model has
+convolutions; `tail` I32 [n], the last 1 to MOST_TAIL tokens of the text. The state is the one
+before the tail, which is read when the text is continued. What follows then gets exactly the logits
+that it would have had, and the snapshot needs none.
 
-The digest tells of a file that was damaged, not of one that was forged, so all else is checked too.
-Every length is checked against the model before anything of that length is made. Files of format 1,
-which has no digest, are read.
+Metadata, all strings: `format`; `fingerprint` of the model; `tokens`, the length of the text
+including the tail; `drawn`, 1 if the tail was generated; `recent`, the last tokens of the text, in
+case it ends within a character; `digest`, a hash of everything in the file: the other metadata, the
+tensors' names, types and shapes, and their bytes.
+
+The digest reveals damage, not forgery, so everything else is validated too. Every length is checked
+against the model before anything of that length is allocated. Files of format 1, which has no
+digest, can be read.
 """
 
 from __future__ import annotations
@@ -38,18 +40,18 @@ from engine.safetensors_container import (
 )
 
 FORMAT = "minserve.state.2"
-FORMER = "minserve.state.1"  # without a digest
+FORMER = "minserve.state.1"  # format without a digest
 MOST_TAIL = SCAN_CHUNK  # tokens
-MOST_RECENT = 4  # tokens; a character of UTF-8 has up to four bytes
-MOST_TOKENS = 2**62  # that a text may be said to have
-MOST_EXTRA = 4096  # characters of one further entry of the metadata
+MOST_RECENT = 4  # tokens; a UTF-8 character has up to four bytes
+MOST_TOKENS = 2**62  # the most tokens that a text may claim to have
+MOST_EXTRA = 4096  # characters in one extra metadata entry
 
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What the states of a model look like."""
+    """The shapes of a model's states."""
 
     fingerprint: str
     vocab_size: int
@@ -58,21 +60,21 @@ class StateLayout:
 
     @property
     def bytes(self) -> int:
-        """Of one state."""
+        """Bytes of one state."""
         return 4 * (math.prod(self.cell) + (math.prod(self.conv) if self.conv else 0))
 
     @property
     def most_bytes(self) -> int:
-        """Of a snapshot's file."""
+        """The most bytes of a snapshot file."""
         return LENGTH_BYTES + MAX_HEADER_BYTES + self.bytes + MOST_TAIL * ID_BYTES
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a file holds."""
+    """The content of a snapshot file."""
 
     state: bytes  # cell, then conv
-    tail: bytes  # packed ids
+    tail: bytes  # packed token ids
     tokens: int
     drawn: bool = False
     recent: tuple[int, ...] = ()
@@ -80,7 +82,7 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the state: what tells it from any other."""
+        """Hash of the state's bytes, which identifies the state."""
         return digest_of(self.state)
 
 
@@ -89,7 +91,7 @@ def digest_of(state: bytes) -> bytes:
 
 
 def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
-    """The file. It takes a while where the state is large, as `read` does."""
+    """Return the file's content. It takes time if the state is large, as `read` does."""
     metadata = {
         **snapshot.extra,
         "format": FORMAT,
@@ -110,13 +112,13 @@ def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
 
 
 def read(content: bytes, shape: StateLayout) -> Snapshot:
-    """What the file holds, once all of it is known to be a state of this model.
+    """Parse a snapshot file and check that it is a valid state of this model.
 
     Raises StateMalformed, which says what is wrong, or StateMismatch for another model's.
     """
     if len(content) > shape.most_bytes:
         raise StateMalformed(
-            f"the snapshot has {len(content)} bytes; those of this model have at most "
+            f"the snapshot has {len(content)} bytes; allowed for this model: at most "
             f"{shape.most_bytes}"
         )
     found = parse_header(content, "the snapshot")
@@ -133,19 +135,19 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
     if (digest is None) == (kind == FORMAT):
         has = "has none" if digest is None else "has one"
         raise StateMalformed(
-            f"a snapshot of the format {FORMAT!r} has a digest, one of {FORMER!r} none; this one, "
-            f"of {kind!r}, {has}"
+            f"a snapshot of format {FORMAT!r} must have a digest, one of {FORMER!r} must not; this "
+            f"one, of format {kind!r}, {has}"
         )
     if fingerprint != shape.fingerprint:
         raise StateMismatch(
-            f"the snapshot is of another model: its fingerprint is {_short(fingerprint)}, and the "
-            f"model here has {shape.fingerprint!r}"
+            f"the snapshot is of another model: its fingerprint is {_short(fingerprint)}, but this "
+            f"model's is {shape.fingerprint!r}"
         )
     parts = {"cell": shape.cell} | ({} if shape.conv is None else {"conv": shape.conv})
     wrong = sorted(set(header) ^ {*parts, "tail"})
     if wrong:
         names = ", ".join((*parts, "tail"))
-        raise StateMalformed(f"the tensor {_short(wrong[0])} is missing or unknown; it has {names}")
+        raise StateMalformed(f"tensor {_short(wrong[0])} is missing or unknown; required: {names}")
     at = 0
     for name, expected in parts.items():
         at = _check_tensor(name, header[name], "F32", list(expected), at)
@@ -165,15 +167,13 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
         raise StateMalformed(f"tokens is {tokens}, but the tail alone has {count}")
     drawn = _integer("drawn", metadata.pop("drawn", None), 1)
     if drawn and count != 1:
-        raise StateMalformed(f"the tail has {count} tokens; of a drawn one it has 1")
+        raise StateMalformed(f"the tail has {count} tokens; a generated (drawn) tail must have 1")
     recent = _recent(metadata.pop("recent", ""), shape)
     state = content[start : start + shape.bytes]
     snapshot = Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
     named = [(name, tensor["dtype"], tensor["shape"]) for name, tensor in header.items()]
     if digest is not None and digest != _sum(told, named, snapshot.digest, tail):
-        raise StateMalformed(
-            "the snapshot is damaged: its digest is another one than when it was written"
-        )
+        raise StateMalformed("the snapshot is damaged: its digest does not match its content")
     return snapshot
 
 
@@ -183,9 +183,11 @@ def _sum(
     state: bytes,
     tail: bytes,
 ) -> str:
-    """The digest of a file with these metadata and tensors (name, dtype, shape), whose state has
-    the digest `state`. What says how long the rest is comes first, after its own length, so no two
-    files are one text here."""
+    """Return the digest of a file with these metadata and tensors (name, dtype, shape).
+
+    `state` is the digest of the state. The part that determines the lengths of the rest comes
+    first, after its own length, so no two files are hashed alike.
+    """
     entries = sorted((name, value) for name, value in metadata.items() if name != "digest")
     text = json.dumps([entries, sorted(tensors)]).encode()
     digest = hashlib.blake2b(_LENGTH.pack(len(text)), digest_size=16)
@@ -195,7 +197,10 @@ def _sum(
 
 
 def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: int) -> int:
-    """Raises StateMalformed unless it is this one and lies at `start`; where it ends."""
+    """Check a tensor's header entry against what is expected at offset `start`.
+
+    Returns the end of the tensor. Raises StateMalformed.
+    """
     end = start + 4 * math.prod(shape)
     expected = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     if not isinstance(given, dict) or given != expected or not _all_int(given):
@@ -204,7 +209,7 @@ def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: in
 
 
 def _all_int(given: dict[str, Any]) -> bool:
-    """1.0 and True equal 1 too."""
+    """Return whether all numbers are integers, because 1.0 and True compare equal to 1."""
     return all(type(number) is int for number in (*given["shape"], *given["data_offsets"]))
 
 

@@ -1,9 +1,9 @@
-"""Where in a state folder each of a server's engines has its files.
+"""The layout of a state folder: where each of a server's engines has its files.
 
-A single engine has the folder itself, of several each has one within, `RANK-of-ENGINES`: so every
-engine is alone in its own, but for the one that takes its place in a reload. When a server starts
-with another number of engines than before, each takes over what is its own now
-(`engine.protocol.placement`) from where it lay, unless another server is still using that.
+A single engine uses the folder itself; of several, each has a folder in it, `RANK-of-ENGINES`. So
+every engine is alone in its folder, except for the one that replaces it in a reload. When a server
+starts with another number of engines than before, each engine moves the files that belong to it now
+(`engine.protocol.placement`) from the old folders, unless another server is using them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.cache.storage.folder_lock import is_used
 from engine.errors import ConfigError
 from engine.protocol.placement import StatePlacement, home_of_digest
 
-PREFIX_FOLDER = "prefixes"  # of cached prefixes, within an engine's folder
+PREFIX_FOLDER = "prefixes"  # folder of cached prefixes, within an engine's folder
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,11 @@ _OTHER = re.compile(r"(\d+)-of-(\d+)")
 def open_file_store(
     folder: Path, model: str, variant: str, home: StatePlacement, sync: bool = False
 ) -> StateFileStore:
-    """The engine's own part of a state folder, with all files that belong there: of the model's
-    named states, and of cached ones of this variant of it. `sync` as of a StateFileStore. Raises
-    ConfigError where it cannot be used."""
+    """Open the engine's part of a state folder, after moving all its files there.
+
+    These are the model's named states and the cached states of this variant. `sync` as for
+    StateFileStore. Raises ConfigError if the folder cannot be used.
+    """
     mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
     file_store = StateFileStore(mine, model, sync)
     try:
@@ -42,19 +44,19 @@ def open_file_store(
     moved = 0
     for other in others:
         if is_used(lock_of(other, model)):
-            log.warning("%s: left alone, since another server is using it", other)
+            log.warning("%s: left alone, because another server is using it", other)
             continue
         moved += _move_all(other, mine, model, home)
         cached = other / PREFIX_FOLDER
         if not cached.is_symlink():
             moved += _move_all(cached, mine / PREFIX_FOLDER, variant, home)
     if moved:
-        log.info("%s: took over %d files of another number of engines", mine, moved)
+        log.info("%s: moved %d files of a setup with another number of engines", mine, moved)
     return file_store
 
 
 def _others(folder: Path, home: StatePlacement) -> list[Path]:
-    """Where engines had their files when there was another number of them."""
+    """Return the folders of setups with another number of engines."""
     found = [folder] if home.engines > 1 else []
     for path in sorted(folder.iterdir()):
         match = _OTHER.fullmatch(path.name)
@@ -67,7 +69,7 @@ def _others(folder: Path, home: StatePlacement) -> list[Path]:
 def _move_all(source: Path, target: Path, model: str, home: StatePlacement) -> int:
     try:
         paths = sorted(source.iterdir())
-    except OSError:  # mostly since there is none
+    except OSError:  # usually there is no such folder
         return 0
     moved = 0
     for path in paths:
@@ -78,15 +80,17 @@ def _move_all(source: Path, target: Path, model: str, home: StatePlacement) -> i
             target.mkdir(mode=0o700, exist_ok=True)
             _move(path, target / path.name)
         except OSError as error:
-            log.warning("%s: cannot be taken over: %s", path, error)
+            log.warning("%s: cannot be moved: %s", path, error)
         else:
             moved += 1
     return moved
 
 
 def _move(source: Path, target: Path) -> None:
-    """Of two files of one name the one stays that was used last: here the state may have gone on
-    while another server had the other. Raises OSError."""
+    """Move a file; of two files with one name, the one used last stays.
+
+    The state may have changed here while another server had the other file. Raises OSError.
+    """
     try:
         there = target.lstat()
     except FileNotFoundError:

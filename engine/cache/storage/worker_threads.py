@@ -1,7 +1,7 @@
-"""WorkerThreads: work that takes a while, done by threads beside the one that steps the engine.
+"""WorkerThreads: slow work, done by threads beside the one that steps the engine.
 
-A lane has one thread, which does one thing after the other in the order of `submit`, so what waits
-for a disk holds up nothing that only has to be computed.
+Each lane has one thread, which works in the order of `submit`. Work that waits for a disk does not
+delay work that only computes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ Done = Callable[[Result], None]
 
 
 class WorkerThreads:
-    """`collect` hands out what has been done since it was last called. All methods are called by
-    one thread, and so is every `done`."""
+    """Threads that run work; `collect` delivers the results.
+
+    All methods are called by one thread, and so is every `done`.
+    """
 
     def __init__(self) -> None:
-        self.pending = 0  # things asked for and not yet collected
+        self.pending = 0  # work items submitted and not yet collected
         self._lanes: dict[str, queue.SimpleQueue[tuple[Work, Done]]] = {}
         self._done: queue.SimpleQueue[tuple[Done, Result]] = queue.SimpleQueue()
 
     def submit(self, lane: str, work: Work, done: Done) -> None:
-        """`done` is called with what `work` returns, or with the OSError or EngineError that it
-        raises; what else it raises becomes an OSError."""
+        """Run `work` on the lane's thread.
+
+        `done` is called with what it returns, or with the OSError or EngineError that it raises.
+        Any other exception is converted to an OSError.
+        """
         asked = self._lanes.get(lane)
         if asked is None:
             asked = self._lanes[lane] = queue.SimpleQueue()
@@ -41,7 +46,7 @@ class WorkerThreads:
         asked.put((work, done))
 
     def collect(self) -> None:
-        """Calls what waits to be called."""
+        """Call the callbacks of finished work."""
         while self.pending:
             try:
                 done, result = self._done.get_nowait()
@@ -49,10 +54,10 @@ class WorkerThreads:
                 return
             self.pending -= 1
             done(result)
-            del result  # which may be large, and is nobody's any more
+            del result  # it may be large, and nobody needs it any more
 
     def wait(self, seconds: float) -> None:
-        """Waits until something is done, or the time is over; then collects."""
+        """Wait up to `seconds` until some work is finished; then collect."""
         with suppress(queue.Empty):
             done, result = self._done.get(timeout=seconds)
             self.pending -= 1
@@ -69,7 +74,7 @@ class WorkerThreads:
             except (OSError, EngineError) as error:
                 result = error
             except Exception as error:
-                log.exception("unexpected error with a state")
+                log.exception("unexpected error while handling a state")
                 result = OSError(str(error))
             self._done.put((done, result))
-            del work, done, result  # they hold a state until the next one comes
+            del work, done, result  # or they would keep a state alive until the next work arrives

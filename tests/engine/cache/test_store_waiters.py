@@ -104,7 +104,7 @@ def test_a_state_that_is_to_last_fails_and_the_former_one_stays(
     assert stored(talk.run(b"abc", keep=MUST)) is True
     before = [path.name for path in files(tmp_path)]
     with broken(by, number):
-        for id, stays in (("s", "was kept under its id before stays"), ("new", "nothing is kept")):
+        for id, stays in (("s", "the former state of its id stays"), ("new", "nothing is kept")):
             end = talk.run(b"k", keep=KeepState(id=id, must_last=True))
             assert isinstance(end, Failed) and end.code == "state_not_stored", end
             assert os.strerror(number) in end.message and stays in end.message
