@@ -1,1 +1,1 @@
-"""A step plan on the device: prefill, decode, state pools, CUDA graphs."""
+"""Executes step plans on the device: prefill, decode, state pools, CUDA graphs."""

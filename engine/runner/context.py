@@ -1,4 +1,4 @@
-"""RunnerContext: what the parts of one ModelRunner share."""
+"""RunnerContext: the objects that the parts of one ModelRunner share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.runner.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class RunnerContext:
-    """One model on one device; slots are those of its state pool and of what requests ask for."""
+    """One model on one device; slots index its state pool and the requests' parameters."""
 
     model: ModelBackend
-    state: ModelState  # of all slots: StatePool.state
+    state: ModelState  # the states of all slots: StatePool.state
     sampler: Sampler
     params: BatchSamplingParams
     processors: LogitsProcessors
@@ -27,5 +27,5 @@ class RunnerContext:
 
     @property
     def device(self) -> torch.device:
-        """That of the model and of all tensors."""
+        """The device of the model and of all tensors."""
         return self.uploads.device

@@ -1,12 +1,12 @@
-"""DeviceBatch: a decode batch on the device, whose rows sample, go on and end by themselves.
+"""DeviceBatch: a decode batch on the device, whose rows sample, continue and end by themselves.
 
-What a row needs (its slot, last token, position, sampling parameters) lies in one piece of device
-memory, the SamplingRows of engine/runner/sampling/batch_rows.py. It is uploaded at once when the
-batch is made, and left there while runs of decode steps follow one another: a step reads it, and
-sampling moves it on. A sequence that joins later is copied in from where its first token was
-sampled, so that the host need not know that token. What a run brings (which rows are left, how many
-tokens each sampled, and these) lies at the end of the same memory and is fetched at once.
-Log-probabilities, where rows ask for any, lie elsewhere.
+All data of the rows (slots, last tokens, positions, sampling parameters) are in one block of device
+memory, the SamplingRows of engine/runner/sampling/batch_rows.py. It is uploaded once, when the
+batch is made, and stays there while decode steps follow one another: a step reads it, and sampling
+updates it. A sequence that joins later is copied in from where its first token was sampled, so the
+host need not know that token. The results of a run (which rows are left, how many tokens each has
+sampled, and the tokens) are at the end of the same block and are fetched in one copy.
+Log-probabilities, if any rows ask for them, are stored elsewhere.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _WORDS = FILLED_WORDS + MOST_STEPS
 
 
 class DecodeRun(NamedTuple):
-    """Decode steps under way."""
+    """Decode steps in flight."""
 
     keys: list[int]
-    results: Tensor  # [2 + steps, size] int32: slots, cursor, out; once the device is done
-    reports: Tensor | None  # [steps, size, words] int32, likewise
+    results: Tensor  # [2 + steps, size] int32: slots, cursor, out; valid once the device is done
+    reports: Tensor | None  # [steps, size, words] int32; valid once the device is done
 
 
 class _Kind(NamedTuple):
-    """What the rows of a step ask for."""
+    """The variants of a step, by what its rows ask for."""
 
-    greedy: bool = False  # the best tokens, and nothing else
-    adjusted: bool = False  # logits processors run before the sampling
-    reported: bool = False  # log-probabilities
+    greedy: bool = False  # only the most likely tokens
+    adjusted: bool = False  # logits processors run before sampling
+    reported: bool = False  # log-probabilities are reported
 
 
 _GREEDY, _SAMPLED = _Kind(greedy=True), _Kind()
@@ -62,8 +62,10 @@ _KINDS = (_GREEDY, *(_Kind(False, *asked) for asked in product((False, True), re
 
 
 class DeviceBatch:
-    """Batches of up to `max_batch` rows. At most one run may be started before the one before it
-    is finished."""
+    """The decode batch of up to `max_batch` rows.
+
+    At most one run may be started before the previous one is finished.
+    """
 
     def __init__(self, context: RunnerContext, max_batch: int) -> None:
         self._model = context.model
@@ -75,22 +77,23 @@ class DeviceBatch:
         device = context.device
         on_gpu = device.type == "cuda"
         self._memory = torch.zeros(_WORDS * max_batch, dtype=torch.int32, device=device)
-        # Written for a new batch, when no run of another one is under way: its copy has ended.
+        # Written when a new batch is made; no other run is in flight then, so its last copy has
+        # ended.
         self._staging = torch.zeros(FILLED_WORDS * max_batch, dtype=torch.int32, pin_memory=on_gpu)
-        # In turn, since one run is read while the next one is under way.
+        # Two, used in turn, since one run's results are read while the next run is in flight.
         self._results = [
             torch.zeros((2 + MOST_STEPS) * max_batch, dtype=torch.int32, pin_memory=on_gpu)
             for _ in range(2)
         ]
         self._reported = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._reports: Tensor | None = None  # of the graphs
+        self._reports: Tensor | None = None  # used by the graphs
         self._views: dict[int, SamplingRows] = {}  # by size
-        self._keys: list[int] = []  # of the batch, row by row; a run under way has its own list
+        self._keys: list[int] = []  # keys of the batch's rows; a run in flight has its own list
         self._size = 0
         self._graphs: dict[_Kind, StepGraphs] = {}
 
     def capture(self, sizes: list[int], vocab_size: int, pool: Any) -> None:
-        """Captures the step, sampling included, for batches of up to `sizes`, rising."""
+        """Capture the step, including sampling, for batches of these `sizes` (ascending)."""
         words = words_of_report(min(MOST_TOP, vocab_size))
         shape = MOST_STEPS, sizes[-1], words
         self._reports = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -115,7 +118,7 @@ class DeviceBatch:
         return self._reports.flatten()[: MOST_STEPS * size * words].view(MOST_STEPS, size, words)
 
     def _run(self, kind: _Kind, size: int, reports: Tensor | None) -> None:
-        """With `reports` [steps, size, words] int32 of a run, where rows ask for any."""
+        """Run one step; `reports` [steps, size, words] int32 if rows want log-probabilities."""
         at = self._at(size)
         if kind.greedy:
             step = self._model.step_to_bests(size)
@@ -134,15 +137,17 @@ class DeviceBatch:
             ops.report_logprobs_(logits, at.tops, at.cursor, out, reported_rows, reports)
 
     def start(self, plan: StepPlan, samples: Sequence[SampleStep] = ()) -> DecodeRun:
-        """Begins the decode steps of a plain plan; `samples` have the rows that its chunks sampled
-        for."""
+        """Start the decode steps of a plain plan.
+
+        `samples` are the rows for which the plan's chunks have sampled.
+        """
         if plan.again:
             self._change(plan)
         else:
             self._upload(plan.decode)
         self._join(plan, samples)
         if plan.decode:
-            self._at(self._size).cursor.zero_()  # who joins has sampled already
+            self._at(self._size).cursor.zero_()  # joining rows have sampled already
         if plan.top >= 0:
             self._reported.zero_()
         return self._go(plan)
@@ -168,7 +173,7 @@ class DeviceBatch:
         first = RESULT_WORD * size
         results = self._results[0][: (2 + steps) * size]
         self._results.reverse()
-        # Cursors, which come after the slots, begin again with the next run.
+        # The second range, the cursors after the slots, is reset for the next run.
         ops.copy_words_(results, self._memory[first : first + len(results)], size, size)
         if reports is not None:
             reports = reports.to("cpu", non_blocking=True)
@@ -185,7 +190,7 @@ class DeviceBatch:
         return (graphs and graphs.size_of(rows)) or rows
 
     def _upload(self, rows: Sequence[DecodeRow]) -> None:
-        """A new batch."""
+        """Upload a new batch."""
         size = self._size_for(len(rows))
         staging = self._staging[: FILLED_WORDS * size]
         self._fill(host_sampling_rows(staging, size), rows)
@@ -202,7 +207,7 @@ class DeviceBatch:
         )
 
     def _change(self, plan: StepPlan) -> None:
-        """The batch goes on: ends rows, and makes room for more."""
+        """Change the batch: end the rows that leave, and make room for those that join."""
         at = self._at(self._size)
         if plan.leave:
             at.slots.index_fill_(0, self._uploads.put(plan.leave), -1)
@@ -217,7 +222,7 @@ class DeviceBatch:
             self._keys = keys
 
     def _widen(self, size: int) -> None:
-        """The same rows in memory of another size; the rest becomes padding."""
+        """Move the rows to the layout for another size; the rest becomes padding."""
         rows = range(len(self._keys))
         filled = self._memory[self._word_indices(rows, self._size)]
         self._clear(size)
@@ -225,7 +230,7 @@ class DeviceBatch:
         self._size = size
 
     def _join(self, plan: StepPlan, samples: Sequence[SampleStep]) -> None:
-        """Copies in the rows that join and are not there yet."""
+        """Copy in the joining rows that are not there yet."""
         rows = dict(zip((row.key for row in plan.decode), plan.at, strict=True))
         known = [row for row in plan.decode if row.token >= 0] if plan.again else []
         if known:
@@ -234,7 +239,8 @@ class DeviceBatch:
                 FILLED_WORDS * size, dtype=torch.int32, pin_memory=self._device.type == "cuda"
             )
             self._fill(host_sampling_rows(host, size), known)
-            words = host.to(self._device, non_blocking=True)  # keeps `host` until it has ended
+            # torch keeps `host` alive until the copy has ended
+            words = host.to(self._device, non_blocking=True)
             self._copy_in(words, range(size), size, [rows[row.key] for row in known])
         for sample in samples:
             there = [index for index, key in enumerate(sample.keys) if key in rows]
@@ -254,7 +260,7 @@ class DeviceBatch:
 
 
 def to_drawn(run: DecodeRun) -> tuple[Drawn, list[int]]:
-    """What the device sampled, once it is done, and the keys whose logits were not finite."""
+    """Return the results of a run that is done, and the keys whose logits were not finite."""
     keys, reports = run.keys, None
     if run.reports is not None:
         reports = run.reports.numpy()[:, : len(keys)].transpose(1, 0, 2)

@@ -1,5 +1,4 @@
-"""EventPool: moments of the device's work, to be waited for, and to be timed from one to the
-other."""
+"""EventPool: points in the device's work, to wait for and to measure times between."""
 
 from __future__ import annotations
 
@@ -9,19 +8,21 @@ import torch
 
 
 class EventPool:
-    """Makes events on the stream that is the device's current one now. To ask for that again for
-    each event takes longer than the event."""
+    """Records events on the stream that is current at its creation.
+
+    Asking for the current stream for each event would take longer than the event.
+    """
 
     def __init__(self, where: torch.device) -> None:
         self._stream = torch.cuda.current_stream(where) if where.type == "cuda" else None
 
     def record(self) -> DeviceEvent:
-        """The moment after all that the device was given so far."""
+        """Record the point after all work that the device was given so far."""
         return DeviceEvent(self._stream)
 
 
 class DeviceEvent:
-    """A moment of the device's work; seconds between two exist once the device has passed both."""
+    """A point in the device's work."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event: torch.cuda.Event | None = None
@@ -31,17 +32,17 @@ class DeviceEvent:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
-        """Returns when the device has passed it. Raises torch.AcceleratorError."""
+        """Wait until the device has passed it. Raises torch.AcceleratorError."""
         if self._event is not None:
             self._event.synchronize()
 
     @property
     def is_passed(self) -> bool:
-        """Whether it need not be waited for. Raises torch.AcceleratorError."""
+        """Whether the device has passed it. Raises torch.AcceleratorError."""
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: DeviceEvent) -> float:
-        """From this event to a later one; the device has passed both."""
+        """Return the seconds from this event to a later one; the device must have passed both."""
         if self._event is not None and later._event is not None:
             milliseconds: float = self._event.elapsed_time(later._event)
             return milliseconds / 1000

@@ -1,11 +1,12 @@
-"""GuidedSampler: steps in whose sampling the host has a part, for grammars (and for more stop ids,
-or more best tokens, than the device sees to).
+"""GuidedSampler: decode steps for which the host takes part in sampling.
 
-A GuidedStep reads tokens into states and leaves logits. While the device is at that, the host asks
-the matchers of grammars for their masks. The step's second piece lays them on the logits and
-samples, and the host takes in what was sampled before it can go on. Both pieces are CUDA graphs
-where there are some, for what a step of few rows costs is what the host gives to the device. It
-does so in two copies: the sampling parameters of the rows, and the masks.
+The reasons are grammars, more stop ids than the device checks, or more top tokens than it reports.
+
+A GuidedStep reads tokens into states and leaves logits. Meanwhile the host computes the grammars'
+token masks. The second half of the step applies them to the logits and samples; the host must see
+the sampled tokens before the next step. Both halves are CUDA graphs where available, since the
+host's launches dominate a step of few rows. The host uploads two blocks: the rows' sampling
+parameters, and the masks.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from engine.runner.sampling.sampler import ROW_WORDS, Allowed, Rows, SampleStep
 from engine.step_plan import Admission, StepPlan
 from engine.structured_output.matchers import GrammarMatchers
 
-_MOST_SIZES = 8  # of sizes that are kept, where there are no graphs and so any size may come
+# sizes whose buffers are kept if there are no graphs, since any size may occur then
+_MOST_SIZES = 8
 
 
 class Masks(NamedTuple):
-    """What grammars allow of some rows, on the host."""
+    """Token masks of some rows, on the host."""
 
-    of: NDArray[np.int32]  # [rows]: which mask a row has; negative: none
-    bits: NDArray[np.int32]  # [masks, words], words at least vocab / 32
+    of: NDArray[np.int32]  # [rows]: index of the row's mask; negative: none
+    bits: NDArray[np.int32]  # [masks, words]; words is at least vocab / 32
 
 
 class _Buffers(NamedTuple):
-    """Views of the memory of all, for so many rows."""
+    """Views of the shared memory for a given number of rows."""
 
     at: SamplingRows
     host: HostSamplingRows
-    rows: tuple[Tensor, Tensor]  # the words of `at`, there and on the host
+    rows: tuple[Tensor, Tensor]  # the words of `at`, on the device and on the host
     mask_of: Tensor  # [size] int32
     host_mask_of: NDArray[np.int32]
     masks: Tensor  # [size, words] int32
     host_masks: NDArray[np.int32]
-    begin: int  # the word at which mask_of begins, and behind it masks
+    begin: int  # the word at which mask_of begins, followed by masks
 
 
 class GuidedStep:
-    """A decode step of rows in whose sampling the host has a part, in two pieces: `begin` and
-    `sample`.
+    """A decode step in two halves, `begin` and `sample`, between which the host computes masks.
 
-    Of up to `max_batch` rows. One step at a time: the next begins when its tokens are known.
+    For up to `max_batch` rows. One step at a time: the next begins when its tokens are known.
     """
 
     def __init__(self, context: RunnerContext, max_batch: int, vocab_size: int) -> None:
@@ -71,20 +72,20 @@ class GuidedStep:
         self._processors = context.processors
         self._uploads = context.uploads
         device = context.device
-        # A bit for each token and for the end of a text, which matchers have too.
+        # One bit for each token and one for the end of the text, which matchers have too.
         self.mask_words = vocab_size // 32 + 1
         shape, on_gpu = max_batch * (ROW_WORDS + 1 + self.mask_words), device.type == "cuda"
         self._memory = torch.zeros(shape, dtype=torch.int32, device=device)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
         self._vocab_size = vocab_size
         self._buffers: dict[int, _Buffers] = {}  # by size
-        self._logits: Tensor | None = None  # of all graphs
-        self._left: Tensor | None = None  # by `begin`
+        self._logits: Tensor | None = None  # shared by all graphs
+        self._left: Tensor | None = None  # logits that `begin` has produced
         self._step_graphs: BucketGraphs | None = None
         self._sample_graphs: BucketGraphs | None = None
 
     def capture(self, sizes: list[int], pool: Any) -> None:
-        """Captures both pieces for batches of up to `sizes`, rising."""
+        """Capture both halves for batches of these `sizes` (ascending)."""
         shape = sizes[-1], self._vocab_size
         self._logits = torch.zeros(shape, device=self._memory.device)
         self._step_graphs = BucketGraphs(self._run_step, self._clear, sizes)
@@ -93,7 +94,7 @@ class GuidedStep:
         self._sample_graphs.capture(pool)
 
     def begin(self, rows: Rows) -> None:
-        """Reads a token into the state of each row."""
+        """Start the first half: read a token into the state of each row."""
         count = len(rows.keys)
         buffers = self._buffers_of(self._size_for(count))
         self._params.fill(
@@ -112,13 +113,13 @@ class GuidedStep:
             self._left = self._logits
 
     def masks(self, rows: int, masked: int) -> Masks:
-        """Memory to fill before `sample`, of so many rows, of which `masked` have a mask."""
+        """Return the memory to fill with masks before `sample`: `masked` masks for `rows` rows."""
         buffers = self._buffers_of(self._size_for(rows))
         buffers.host_mask_of[:] = -1
         return Masks(buffers.host_mask_of[:rows], buffers.host_masks[:masked])
 
     def sample(self, rows: Rows, masks: Masks | None) -> SampleStep:
-        """Samples from what `begin` left; `masks` as they were filled."""
+        """Sample from the logits of `begin`; `masks` is the filled result of `masks()`, or None."""
         count, size = len(rows.keys), self._size_for(len(rows.keys))
         buffers, raw, self._left = self._buffers_of(size), self._left, None
         assert raw is not None
@@ -204,8 +205,10 @@ class GuidedStep:
 
 
 class GuidedSampler:
-    """The guided steps of one model and the sampling after its prompts; sequences are known from
-    `admit` to `release`."""
+    """Guided decode steps of one model, and guided sampling after prompts.
+
+    Sequences are known from `admit` to `release`.
+    """
 
     def __init__(self, context: RunnerContext, step: GuidedStep, matchers: GrammarMatchers) -> None:
         self._step = step
@@ -214,29 +217,34 @@ class GuidedSampler:
         self._device = context.device
 
     def capture(self, sizes: list[int], pool: Any) -> None:
-        """As GuidedStep.capture."""
+        """Capture the step's graphs; see GuidedStep.capture."""
         self._step.capture(sizes, pool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Notes which grammars the texts of these requests have to match."""
+        """Register the grammars that the texts of these requests must match."""
         for admission in admissions:
             sampling = admission.request.sampling
             if sampling.max_tokens > 0:
                 self._matchers.admit(admission.key, sampling)
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forgets sequences; unknown keys are ignored."""
+        """Forget sequences; unknown keys are ignored."""
         self._matchers.release(keys)
 
     def sample(self, plan: StepPlan, rows: Rows, prompts: Tensor | None) -> list[SampleStep]:
-        """Decodes, then samples for `rows`, which are the plan's: for the chunks that end their
-        prompt, whose logits `prompts` are, and for the decoded rows."""
+        """Decode and sample.
+
+        Args:
+            plan: the plan.
+            rows: its rows: first the chunks that end their prompt, then the decoded rows.
+            prompts: logits of these chunks [chunks, vocab]; None without any.
+        """
         chunks = len(rows.keys) - len(plan.decode)
         of_chunks, decoded = (
             Rows(*(column[part] for column in rows))
             for part in (slice(chunks), slice(chunks, None))
         )
-        # While a GPU is busy with the step, the host is with all masks.
+        # While the GPU runs the step, the host computes all masks.
         masks = None
         if plan.decode:
             self._step.begin(decoded)
@@ -250,7 +258,7 @@ class GuidedSampler:
         return samples
 
     def _masks(self, rows: Rows) -> Masks | None:
-        """Of the rows of the step that has begun."""
+        """Compute the masks for the step that has begun; None if no row has a grammar."""
         masked = self._matchers.rows(rows.keys)
         if not masked:
             return None
@@ -260,8 +268,7 @@ class GuidedSampler:
         return masks
 
     def _fill(self, rows: Rows, masked: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """The masks of the rows that have one; matchers may have more tokens than `bits`, or
-        fewer."""
+        """Compute the masks of the rows in `masked` into `bits`, which may have other widths."""
         keys, positions = (
             [rows.keys[row] for row in masked],
             [rows.positions[row] for row in masked],
@@ -275,24 +282,27 @@ class GuidedSampler:
         bits[:, : min(words, room)] = whole[:, :room]
 
     def take(self, keys: Sequence[int], tokens: Sequence[int]) -> set[int]:
-        """The matchers follow what was sampled, of which negative tokens are none. Returns whose
-        grammars let nothing follow. On a GPU the masks of the next step are begun."""
+        """Advance the matchers by the sampled tokens; negative ones are ignored.
+
+        Returns the keys whose grammars allow nothing more. On a GPU, computing the masks of the
+        next step is started.
+        """
         matchers, masked = self._matchers, self._matchers.rows(keys)
         complete = {
             keys[row]
             for row in masked
             if tokens[row] >= 0 and matchers.take(keys[row], tokens[row])
         }
-        if self._device.type == "cuda":  # elsewhere the model needs the processor
+        if self._device.type == "cuda":  # on a CPU the model needs the processor
             matchers.begin([keys[row] for row in masked if keys[row] not in complete])
         return complete
 
     def rejected(self) -> dict[int, str]:
-        """GrammarMatchers.rejected."""
+        """Return the rejected sequences; see GrammarMatchers.rejected."""
         return self._matchers.rejected()
 
     def _allowed(self, rows: Rows) -> Allowed | None:
-        """Of rows whose logits are there already."""
+        """Compute and upload the masks of rows whose logits exist already."""
         masked = self._matchers.rows(rows.keys)
         if not masked:
             return None
@@ -308,7 +318,7 @@ class GuidedSampler:
 
 
 def rows_of(plan: StepPlan) -> Rows:
-    """Whom a plan samples for, but for the batch of a plain one."""
+    """Return the rows for which a plan samples, except for the batch of a plain plan."""
     chunks = [chunk for chunk in plan.prefill if chunk.sample]
     decode = [] if plan.plain else plan.decode
     nothing = [0] * len(chunks)

@@ -1,9 +1,9 @@
-"""HostStatePool: kept states in main memory, one row each, and their copies to and from the device.
+"""HostStatePool: stored states in host memory, one row each, and their copies to and from the GPU.
 
-A row is [cell | conv | logits] in fp32. Memory is taken in slabs, as rows are used. On a GPU the
-slabs are pinned, which takes milliseconds each, so a thread has the next ones ready; and what
-leaves the device does so on a stream of its own, behind no step: rows are gathered on the device
-first, so that the next step may write to where they lay.
+A row is [cell | conv | logits] in fp32. Memory is allocated in slabs as rows are used. On a GPU the
+slabs are pinned, which takes milliseconds each, so a thread prepares the next ones. States leave
+the device on a separate stream and do not delay steps: the rows are first gathered into a new
+tensor on the device, so that the next step may overwrite them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLABS_AHEAD = 8
 
 
 class HostStatePool:
-    """`rows` rows of `width` floats."""
+    """A pool of `rows` rows of `width` floats."""
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows = rows
@@ -29,7 +29,7 @@ class HostStatePool:
         self._device = device
         self._per_slab = max(1, min(rows, SLAB_BYTES // (4 * width))) if width else 1
         self._slabs: dict[int, Tensor] = {}  # [per_slab, width]
-        self._coming: dict[int, Future[Tensor]] = {}  # slabs that a thread makes
+        self._coming: dict[int, Future[Tensor]] = {}  # slabs that the thread is making
         self._maker = ThreadPoolExecutor(1, "slabs") if device.type == "cuda" else None
         self._stream = self._saved = self._loaded = None
         if device.type == "cuda":
@@ -38,7 +38,7 @@ class HostStatePool:
             self._loaded = torch.cuda.Event()
 
     def save(self, states: Tensor, rows: Sequence[int]) -> None:
-        """states [n, width] on the device, a tensor that nobody else writes to, -> rows."""
+        """Copy states [n, width] from a device tensor, which nobody else writes to, into rows."""
         if self._stream is None:
             for state, row in zip(states, rows, strict=True):
                 self._row(row).copy_(state)
@@ -52,7 +52,7 @@ class HostStatePool:
         states.record_stream(self._stream)
 
     def load(self, rows: Sequence[int]) -> Tensor:
-        """[n, width] on the device."""
+        """Copy rows to the device; return [n, width]."""
         states = torch.empty(len(rows), self._width, device=self._device)
         if self._saved is not None:
             torch.cuda.current_stream(self._device).wait_event(self._saved)
@@ -63,20 +63,20 @@ class HostStatePool:
         return states
 
     def put(self, row: int, state: Tensor) -> None:
-        """state [<= width], on the host, -> the beginning of a row; waits for copies under way."""
+        """Write a host tensor [<= width] to the beginning of a row; waits for copies in flight."""
         for event in (self._saved, self._loaded):
             if event is not None:
                 event.synchronize()
         self._row(row)[: len(state)].copy_(state)
 
     def get(self, row: int) -> Tensor:
-        """A row, [width]; waits for copies under way."""
+        """Return a row [width]; waits for copies in flight."""
         if self._saved is not None:
             self._saved.synchronize()
         return self._row(row)
 
     def _runs(self, rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Neighbours in memory together: index of the first, [n, width]."""
+        """Yield rows that are adjacent in memory together: index of the first, view [n, width]."""
         first = 0
         while first < len(rows):
             end = first + 1
@@ -92,7 +92,7 @@ class HostStatePool:
 
     def _slab(self, row: int) -> tuple[Tensor, int]:
         if not 0 <= row < self.rows:
-            raise IndexError(f"row {row} of {self.rows} in main memory")
+            raise IndexError(f"row {row} is outside the {self.rows} rows in host memory")
         number, index = divmod(row, self._per_slab)
         slab = self._slabs.get(number)
         if slab is None:
@@ -100,7 +100,7 @@ class HostStatePool:
         return slab, index
 
     def _taken(self, number: int) -> Tensor:
-        """A slab that is used for the first time."""
+        """Return a slab that is used for the first time, and prepare the next ones."""
         if self._maker is None:
             return self._made()
         for later in range(number, min(number + SLABS_AHEAD, -(-self.rows // self._per_slab))):
@@ -108,7 +108,7 @@ class HostStatePool:
                 self._coming[later] = self._maker.submit(self._made)
         try:
             return self._coming.pop(number).result()
-        except Exception:  # there was no memory when it was made ahead; there may be by now
+        except Exception:  # memory was short when it was made ahead; it may suffice now
             return self._maker.submit(self._made).result()
 
     def _made(self) -> Tensor:
@@ -119,13 +119,13 @@ class HostStatePool:
 
 
 def pinned(floats: int) -> Tensor:
-    """Zeros in page-locked memory, for the current device.
+    """Allocate zeros in page-locked memory, for the current device.
 
-    The memory is there before it is locked: cudaHostAlloc, which does both, holds up whatever else
-    the process asks of CUDA until it is done. To be called by a thread that launches no kernels:
-    what goes wrong first would be reported at its next launch.
+    The memory is allocated first and then locked: cudaHostAlloc, which does both, blocks all other
+    CUDA calls of the process until it is done. Call this from a thread that launches no kernels,
+    because an asynchronous error would be reported at its next launch.
     """
-    size = -(-4 * floats // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages, nobody else's
+    size = -(-4 * floats // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages that nothing else uses
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.float32).zero_()
     runtime = torch.cuda.cudart()

@@ -1,8 +1,7 @@
-"""ModelRunner: carries out a StepPlan: tensors in, the model, the sampler, token ids and scores
-out.
+"""ModelRunner: executes step plans: runs the model and the sampler, returns token ids and scores.
 
-`start` gives the device its work, the copies of the results to the host included, and `finish`
-waits for these, which is a step's one wait. On the CPU all of the work is done in `start`.
+`start` gives the device its work, including the copies of the results to the host. `finish` waits
+for these, the only wait of a step. On the CPU all work is done in `start`.
 """
 
 from __future__ import annotations
@@ -57,15 +56,14 @@ from engine.structured_output.matchers import GrammarMatchers
 
 
 class _Samples(NamedTuple):
-    """Of a SampleStep, in host memory once the device is done."""
+    """The tokens of a SampleStep, in host memory; valid once the device is done."""
 
     tokens: Tensor  # [rows] int32
     reported: Reported | None
 
 
 class _Results(NamedTuple):
-    """What a step computes beside what its batch samples, in host memory once the device is
-    done."""
+    """A step's results except for its batch's, in host memory; valid once the device is done."""
 
     samples: list[_Samples]  # of all rows, in order
     scores: Tensor | None  # reports of all targets
@@ -73,48 +71,50 @@ class _Results(NamedTuple):
 
     @property
     def any(self) -> bool:
-        """Whether there is something on its way."""
+        """Whether any result is being copied."""
         return bool(self.samples or self.exports) or self.scores is not None
 
 
 class _Read(NamedTuple):
-    """What reading a plan's chunks gives; rows are those of the chunks with `sample`."""
+    """The result of reading a plan's chunks; rows are the chunks with `sample`."""
 
-    hidden: Tensor | None  # [tokens, d_model], where there are targets to score
+    hidden: Tensor | None  # [tokens, d_model], if there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    sample_steps: list[SampleStep]  # of all rows, or none
+    sample_steps: list[SampleStep]  # of all rows, or empty
 
 
 class Pending(NamedTuple):
-    """A step under way."""
+    """A step in flight."""
 
     plan: StepPlan
     results: _Results
-    keys: list[int]  # whom it samples for, but for its batch
-    guided: bool  # the host has a part in this sampling
+    keys: list[int]  # sequences that are sampled for, except for the batch
+    guided: bool  # the host takes part in the sampling
     run: DecodeRun | None  # of a plain plan
-    host_seconds: float  # that it took to begin
+    host_seconds: float  # host time for starting the step
     begin: DeviceEvent
-    middle: DeviceEvent  # prompts have been read
+    middle: DeviceEvent  # after the prompts were read
     end: DeviceEvent
     done: DeviceEvent  # the results are on the host
 
 
 class ModelRunner:
-    """The loaded model with its state pool; carries out plans, one or two at a time.
+    """The loaded model with its state pool; executes plans, one or two at a time.
 
     One thread makes all calls: `warm_up` first, then `start` and `finish` in turn. `config` is the
-    given one with every choice made, `info` what API processes are told of the model.
-    On CUDA, fp32 matrix products are fp32: TF32 would cost three digits of the log-probabilities.
+    given one with every open choice made; `info` describes the model for API processes.
+
+    On CUDA, fp32 matrix products are computed in fp32: TF32 would cost three digits of the
+    log-probabilities.
     """
 
     most_steps = MOST_STEPS
 
     def __init__(self, config: EngineConfig) -> None:
-        """Loads the model and takes the memory of its states.
+        """Load the model and allocate the memory of its states.
 
         Args:
-            config: what was asked for; device, dtype and threads may be left open.
+            config: the requested configuration; device, dtype and threads may be open.
 
         Raises:
             CheckpointError: the checkpoint cannot be found or read.
@@ -177,7 +177,7 @@ class ModelRunner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step may be started before the one before it is finished."""
+        """Whether a step may be started before the previous one is finished."""
         return self._device.type == "cuda"
 
     def _describe(self, folder: Path, parameters: int, fingerprint: str) -> ModelInfo:
@@ -203,16 +203,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, batches: Collection[int] | None = None) -> None:
-        """Runs every kind of step once and captures the CUDA graphs, so that no request pays for
-        what libraries do at first use. Comes before the first `start`.
+        """Run every kind of step once and capture the CUDA graphs, before the first `start`.
+
+        Requests then do not pay for what libraries do at first use.
 
         Args:
-            batches: rows of the decode batches to capture graphs for (`cuda_graphs.buckets`);
-                others run in larger ones. None: all of them.
+            batches: sizes of decode batches to capture graphs for (`cuda_graphs.buckets`); others
+            run in larger ones. None: all sizes.
         """
         self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
-            # One pool: graphs run one after another, and none leaves results in it.
+            # One memory pool for all graphs, since they run one after another and leave no results
+            # in it.
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
             slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
             assert most_tokens is not None
@@ -251,26 +253,27 @@ class ModelRunner:
             self.run(StepPlan(release=[-1]))
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Carries out one plan: `start` and `finish`, with what they raise."""
+        """Execute one plan, by `start` and `finish`; raises what they raise."""
         return self.finish(self.start(plan))
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Pending:
-        """Gives the device the work of a plan; on the CPU all of it is done in this call.
+        """Give the device the work of a plan; on the CPU all of it is done in this call.
 
-        At most one more may be started before it is finished: the host may have a part in the
-        sampling of one of the two only, and of two plain ones the second has no new batch.
+        At most one more plan may be started before this one is finished. The host may then take
+        part in the sampling of only one of the two, and if both are plain, the second must not have
+        a new batch.
 
         Args:
-            plan: what to do, in rows of the state pool and keys of sequences.
+            plan: refers to rows of the state pool and to keys of sequences.
 
         Returns:
-            What `finish` takes.
+            A handle for `finish`.
 
         Raises:
-            DeviceLost: the device is lost, whatever has found that out.
-            Exception: the step could not be started; the rows of its sequences are undefined, and
-                other steps may follow.
+            DeviceLost: the device is lost, whichever call has noticed it.
+            Exception: the step could not be started; the rows of its sequences are undefined, but
+            other steps may follow.
         """
         began = perf_counter()
         try:
@@ -281,11 +284,11 @@ class ModelRunner:
             raise
 
     def _check_device(self, error: Exception) -> None:
-        """After a failed step: waits for the device, and raises DeviceLost where it is lost.
+        """Wait for the device after a failed step, and raise DeviceLost if it is lost.
 
-        What was launched before the failure must not meet what the next step uploads. Whoever the
-        error comes from (an operator of the extension, cuBLAS, torch), a lost context fails to
-        synchronize, and torch.AcceleratorError is that too.
+        Waiting is needed because work that was launched before the failure must not meet the next
+        step's uploads. A lost context fails to synchronize, whoever raised the error (an operator
+        of the extension, cuBLAS, torch); torch.AcceleratorError means the same.
         """
         if self._device.type != "cuda":
             return
@@ -324,12 +327,12 @@ class ModelRunner:
         end = self._events.record()
         exports = self._copier.export(plan.exports)
         results = _fetch(sample_steps, scores, exports)
-        # An event takes the device a microsecond.
+        # An event costs the device a microsecond.
         done = self._events.record() if results.any else end
         return Pending(plan, results, rows.keys, guided, run, 0.0, begin, middle, end, done)
 
     def is_done(self, pending: Pending) -> bool:
-        """Whether `finish` need not wait for it. Raises DeviceLost."""
+        """Return whether `finish` would return without waiting. Raises DeviceLost."""
         try:
             return pending.done.is_passed
         except Exception as error:
@@ -337,14 +340,14 @@ class ModelRunner:
             raise
 
     def finish(self, pending: Pending) -> StepResult:
-        """Waits for the oldest step that was started.
+        """Wait for the oldest started step.
 
         Args:
-            pending: what `start` gave.
+            pending: the result of `start`.
 
         Returns:
-            Tokens, scores and exported states, with the seconds that the device and the host took.
-            Sequences whose logits were not finite are named in `non_finite`.
+            Tokens, scores and exported states, with the time that device and host took. Sequences
+            whose logits were not finite are listed in `non_finite`.
 
         Raises:
             DeviceLost: the device is lost.
@@ -388,12 +391,14 @@ class ModelRunner:
         self._context.processors.admit(admissions)
 
     def _read(self, plan: StepPlan) -> _Read:
-        """Reads every chunk; the device samples for them where the host has no part in it. Chunks
-        that were read before come first."""
+        """Read every chunk, and sample for them unless the host takes part in it.
+
+        Chunks whose logits are stored, so that they need not be read, come first.
+        """
         known = self._copier.logits_at(plan.prefill)
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
-        # In a plan in whose rows' sampling the host has a part, it has one in all of it.
+        # If the host takes part in the sampling of a plan's rows, it does so for all of the plan.
         sample = (plan.plain or not plan.decode) and self._context.params.all_plain(slots)
         hidden, logits, sample_steps = None, [], []
         if known is not None:
@@ -426,14 +431,14 @@ def _fetch(
 
 
 def _on_host(tokens: Tensor) -> Tensor:
-    """Once the device has done what it was given; whoever has this keeps it until then."""
+    """Copy to host memory; valid once the device is done. The caller must keep it until then."""
     host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=tokens.is_cuda)
     ops.copy_words_(host, tokens)
     return host
 
 
 def _by_row(samples: Sequence[_Samples]) -> tuple[list[int], dict[int, PackedLogprobs]]:
-    """The tokens of all rows, and the reports of those that asked."""
+    """Return the tokens of all rows, and the reports of those that asked, by row."""
     tokens: list[int] = []
     reports: dict[int, PackedLogprobs] = {}
     for one in samples:
@@ -444,6 +449,6 @@ def _by_row(samples: Sequence[_Samples]) -> tuple[list[int], dict[int, PackedLog
 
 
 def _rows_by_key(plan: StepPlan) -> dict[int, int]:
-    """Which row of the logits of a plan's prompts is whose."""
+    """Return the row of the prompts' logits that belongs to each key."""
     keys = [chunk.key for chunk in plan.prefill if chunk.sample]
     return {key: row for row, key in enumerate(keys)}

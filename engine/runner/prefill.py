@@ -1,12 +1,12 @@
-"""PrefillRunner: reads prompts' chunks and samples the tokens behind them, mostly in one graph.
+"""PrefillRunner: reads prompt chunks and samples the tokens after them, mostly in one CUDA graph.
 
-A short prompt is, like a decode step, bound by launching its kernels. So its reading is captured in
-CUDA graphs too: the chunks, the logits behind their last positions and the samples from these, one
-graph per bucket of tokens and of chunks. What fills a bucket up is tokens of no sequence, and
-sequences of no tokens whose slots are negative; no operator's plan depends on where sequences lie,
-and none touches a state for these.
+Like a decode step, a short prompt is bound by launching its kernels. So reading is captured in CUDA
+graphs too: the chunks, the logits after their last positions and the samples from these, one graph
+per bucket of tokens and of chunks. Padding consists of tokens of no sequence, and of empty
+sequences with negative slots. No operator's plan depends on where sequences begin, and none touches
+a state for padding.
 
-Longer prompts, once their kernels outlast their launches, are read without a graph, by the same
+Longer prompts, whose kernels take longer than their launches, are read without a graph, by the same
 code.
 """
 
@@ -36,16 +36,18 @@ from engine.runner.sampling.logprobs import report
 from engine.runner.sampling.sampler import ROW_WORDS, Rows, SampleStep
 from engine.step_plan import PrefillChunk
 
-# How many times as long as its launches a long prompt may take for a graph to pay: a step has more
-# for the host to do than to launch. And for the launches to be what takes the time.
+# Ratio of a long prompt's run time to its launch time up to which a graph pays, since the host has
+# more to do in a step than to launch; and up to which launches dominate.
 _PAYS, _LAUNCH_BOUND = 1.5, 1.1
 
 
 class Read(NamedTuple):
-    """What reading chunks gives, on the device, until the next call; None where it is not wanted.
-    Rows are those of the chunks with `sample`."""
+    """The result of reading chunks, on the device until the next call; None if not wanted.
 
-    hidden: Tensor | None  # [tokens, d_model], of all chunks, where there are targets to score
+    Rows are the chunks with `sample`.
+    """
+
+    hidden: Tensor | None  # [tokens, d_model] of all chunks, if there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
     sampled: SampleStep | None
 
@@ -53,35 +55,35 @@ class Read(NamedTuple):
 class _Shape(NamedTuple):
     tokens: int
     sequences: int
-    rows: int  # of logits
+    rows: int  # rows of logits
 
     @property
     def sizes(self) -> list[int]:
-        """Words of each part of the inputs."""
+        """Number of words of each part of the inputs."""
         return [
             self.rows * ROW_WORDS, self.rows, self.sequences, self.sequences + 1, self.tokens
         ]  # fmt: skip
 
 
 class _Inputs(NamedTuple):
-    """What is uploaded at once, and the memory for the sampled tokens."""
+    """The inputs, uploaded in one copy, and the memory for the sampled tokens."""
 
     words: Tensor  # the memory of `sampling`
-    sampling: SamplingRows | None  # of the rows; None without any
-    last: Tensor  # [rows] int32: the position whose logits are the row's
+    sampling: SamplingRows | None  # parameters of the rows; None without rows
+    last: Tensor  # [rows] int32: the position whose logits belong to the row
     slots: Tensor  # [sequences] int32
     cu_seqlens: Tensor  # [sequences + 1] int32
     tokens: Tensor  # [tokens] int32
 
 
 def _inputs(memory: Tensor, shape: _Shape) -> _Inputs:
-    """The inputs that lie in `memory` (int32, 1-d)."""
+    """Return views of the inputs in `memory` (int32, 1-d)."""
     words, *rest = memory.split(shape.sizes)
     return _Inputs(words, sampling_rows(words, shape.rows) if shape.rows else None, *rest)
 
 
 class _HostInputs(NamedTuple):
-    """What _Inputs has, on the host, to be filled."""
+    """_Inputs in host memory, to be filled."""
 
     sampling: HostSamplingRows | None
     last: NDArray[np.int32]
@@ -91,15 +93,18 @@ class _HostInputs(NamedTuple):
 
 
 def _host_inputs(memory: Tensor, shape: _Shape) -> _HostInputs:
-    """The inputs that lie in `memory` (int32, 1-d), on the host."""
+    """Return array views of the inputs in host memory `memory` (int32, 1-d)."""
     words, *rest = memory.split(shape.sizes)
     sampling = host_sampling_rows(words, shape.rows) if shape.rows else None
     return _HostInputs(sampling, *(part.numpy() for part in rest))
 
 
 class _Graphed(NamedTuple):
-    """A shape's memory: on the host, two buffers that steps use in turn, since a step may begin
-    before the copy of the one before it has ended; and what its graph reads and writes."""
+    """The memory of a graph's shape.
+
+    Two host buffers are used in turn, since a step may begin before the previous step's upload has
+    ended. `memory` is what the graph reads and writes.
+    """
 
     hosts: list[Tensor]
     host_inputs: list[_HostInputs]
@@ -118,24 +123,27 @@ class PrefillRunner:
         self._params = context.params
         self._processors = context.processors
         self._uploads = context.uploads
-        self._graphs: dict[int, BucketGraphs] = {}  # by sequences, rising
+        self._graphs: dict[int, BucketGraphs] = {}  # by sequences, ascending
         self._graphed: dict[_Shape, _Graphed] = {}
-        # What graphs leave behind, for the next one overwrites the memory that they share.
+        # Results are copied out of the graphs, since the next graph overwrites their shared memory.
         self._logits: Tensor | None = None  # [most chunks, vocab] fp32
         self._hidden: Tensor | None = None  # [most tokens, d_model]
-        self._turn = 0  # of the buffers on the host
-        self._launch_bound = 0  # up to so many tokens, padding costs nothing
+        self._turn = 0  # index of the host buffer in use
+        self._launch_bound = 0  # up to this many tokens, padding costs nothing
 
     def worth_graphs(self, sizes: Sequence[int]) -> int:
-        """The largest of so many tokens, rising, up to which a GPU's host takes about as long to
-        launch a prompt's kernels as they take; 0 if that is so for none. Waits for the device.
+        """Return the largest of `sizes` (tokens, ascending) for which a graph pays; 0 if none.
 
-        What is timed is padding, and products that the model has not chosen yet: the scan is
-        missing, and what is chosen later is quicker. Where both are near, it does not matter.
+        A graph pays while launching a prompt's kernels takes about as long as running them. Waits
+        for the device.
+
+        The measurement uses padding, and matrix products that are not tuned yet: the scan is
+        missing, and tuned products are faster. Near the threshold the choice does not matter.
         """
         largest = 0
         for tokens in sizes:
             try:
+                # there is no room for a graph of this size either
                 times_launches = self._times_launches(tokens)
             except torch.OutOfMemoryError:  # nor is there room for a graph of it
                 break
@@ -147,7 +155,7 @@ class PrefillRunner:
         return largest
 
     def _times_launches(self, tokens: int) -> float:
-        """How long reading so many takes, without a graph, by how long its launches take."""
+        """Return the time to read `tokens` tokens without a graph, relative to its launches."""
         shape = _Shape(tokens, 1, 1)
         words = torch.zeros(sum(shape.sizes), dtype=torch.int32)
         self._fill(_host_inputs(words, shape), [], sample=False)
@@ -165,8 +173,7 @@ class PrefillRunner:
         return taken / launching
 
     def capture(self, sizes: Mapping[int, list[int]], vocab_size: int, pool: Any) -> None:
-        """Captures graphs for calls of up to so many chunks, and for each of so many tokens, as
-        prompt_buckets() gives them."""
+        """Capture graphs for these shapes, as prompt_buckets() returns them."""
         shapes = [_Shape(size, chunks, chunks) for chunks in sizes for size in sizes[chunks]]
         words = max(sum(shape.sizes) for shape in shapes)
         memory = torch.zeros(words, dtype=torch.int32, device=self._device)
@@ -177,7 +184,7 @@ class PrefillRunner:
             given = [_host_inputs(one, shape) for one in mine]
             self._graphed[shape] = _Graphed(mine, given, its, _inputs(its, shape))
         self._logits = torch.empty(max(sizes), vocab_size, device=self._device)
-        self._hidden = None  # its type is the model's
+        self._hidden = None  # allocated in the first run, which knows the model's type
         graphs = {
             chunks: BucketGraphs(
                 partial(self._run_graphed, chunks), partial(self._clear, chunks), sizes[chunks]
@@ -189,10 +196,10 @@ class PrefillRunner:
         self._graphs = graphs
 
     def __call__(self, chunks: Sequence[PrefillChunk], sample: bool) -> Read:
-        """Reads the chunks, each into the state of its slot. With `sample` it also samples a token,
-        the first of its request, which must be plain, after every chunk with `sample`.
+        """Read the chunks, each into the state of its slot.
 
-        The tensors of the result are valid until the next call.
+        With `sample`, also sample a token after every chunk with `sample`. It is the first token of
+        its request, which must be plain. The tensors of the result are valid until the next call.
         """
         ending = [chunk for chunk in chunks if chunk.sample]
         if sample and self._processors.concern(chunk.slot for chunk in ending):
@@ -231,8 +238,7 @@ class PrefillRunner:
         return Read(hidden if scored else None, logits if rows else None, sampled)
 
     def sample(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> SampleStep:
-        """Samples from known logits [rows, vocab] fp32, a row for each of the chunks, whose
-        requests must be plain."""
+        """Sample from known logits [rows, vocab] fp32, one row per chunk of a plain request."""
         nothing = [0] * len(chunks)
         keys, slots = [chunk.key for chunk in chunks], [chunk.slot for chunk in chunks]
         return self._sampler.sample(Rows(keys, slots, nothing, nothing), logits)
@@ -247,7 +253,7 @@ class PrefillRunner:
         return None
 
     def _fill(self, host: _HostInputs, chunks: Sequence[PrefillChunk], sample: bool) -> None:
-        """Writes the inputs; what the chunks do not need becomes padding."""
+        """Write the inputs; what the chunks do not need becomes padding."""
         tokens, ends, slots, last = host.tokens, host.cu_seqlens, host.slots, host.last
         count = len(chunks)
         reached = np.cumsum([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
@@ -283,8 +289,8 @@ class PrefillRunner:
             self._graphed[_Shape(tokens, chunks, chunks)].inputs, sample=True
         )
         assert logits is not None and self._logits is not None
-        # The first run is one of the largest, and no capture: in one, these would lie in the memory
-        # that the next graph overwrites.
+        # Allocated in the first run, which has the largest size and is not a capture; in a capture
+        # it would be in memory that the next graph overwrites.
         if self._hidden is None:
             self._hidden = torch.empty_like(hidden)
         self._hidden[:tokens].copy_(hidden)

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompt tokens, in blocks of rows.
+"""Log-probabilities of prompt tokens, computed in blocks of positions.
 
-A prompt of any length can be scored: at no time are there logits for more than a block of its
-positions. On a GPU the block is read while it is still in the second-level cache.
+A prompt of any length can be scored, because logits exist only for one block of its positions at a
+time. On a GPU the block is read while it is still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from engine.protocol.logprobs import MOST_TOP, PackedLogprobs, words_of_report
 from engine.runner.sampling.random_streams import token_reports
 from engine.step_plan import PrefillChunk, Scored
 
-BLOCK_BYTES = 64 * 2**20  # of fp32 logits that exist at a time
-# Rows of the matrix product that forms the logits: fewer leave parts of its tiles without work.
+BLOCK_BYTES = 64 * 2**20  # fp32 logits that exist at a time
+# Rows of a tile of the matrix product for the logits; with fewer, parts of the tile are idle.
 _TILE_ROWS = 128
 
 
@@ -30,11 +30,19 @@ def score(
     chunks: Sequence[PrefillChunk],
     uploads: UploadRing,
 ) -> Tensor | None:
-    """Reports of every target of `chunks`, one after the other; None without targets.
+    """Return the reports of all targets of `chunks`, in order; None without targets.
 
-    hidden [tokens, d_model] holds the chunks' positions packed; `logits` maps rows of it to fp32
-    [rows, vocab_size]. PackedLogprobs have room for the most best tokens that a chunk wants. Does
-    not wait for the device.
+    Does not wait for the device.
+
+    Args:
+        logits: maps rows of `hidden` to fp32 [rows, vocab_size].
+        vocab_size: number of logits.
+        hidden: [tokens, d_model], the chunks' positions packed.
+        chunks: the chunks.
+        uploads: for the indices.
+
+    Returns:
+        int32 [targets, words]; each report has room for the largest number of top tokens requested.
     """
     positions, targets, base = [], [], 0
     for chunk in chunks:
@@ -58,8 +66,11 @@ def score(
 
 
 def _block_rows(vocab_size: int, device: torch.device, in_cache: bool) -> int:
-    """Positions whose logits exist at a time; in_cache: in two thirds of the GPU's L2, where that
-    is enough for a tile of the matrix product."""
+    """Return how many positions' logits exist at a time.
+
+    `in_cache`: they fill at most two thirds of the GPU's L2 cache, if that is enough for a tile of
+    the matrix product.
+    """
     row_bytes = 4 * vocab_size
     rows = BLOCK_BYTES // row_bytes
     if in_cache and device.type == "cuda":
@@ -69,8 +80,11 @@ def _block_rows(vocab_size: int, device: torch.device, in_cache: bool) -> int:
 
 
 def to_scored(chunks: Sequence[PrefillChunk], reports: Tensor) -> tuple[list[Scored], list[int]]:
-    """The scores of each chunk that has targets, and the keys whose logits were not finite: every
-    log-probability of a row with NaN or infinity is one. `reports` is in host memory."""
+    """Return the scores of each chunk that has targets, and the keys with non-finite logits.
+
+    `reports` is in host memory. A row whose logits contain NaN or infinity has only non-finite
+    log-probabilities.
+    """
     scored: list[Scored] = []
     non_finite: list[int] = []
     words, chosen, at = reports.numpy(), ops.read_reports(reports).chosen.numpy(), 0

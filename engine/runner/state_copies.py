@@ -1,7 +1,7 @@
-"""StateCopier: carries out the moves of kept states that a plan asks for.
+"""StateCopier: executes the copies of stored states in a plan.
 
-A location is a row of the state pool (those of sequences first, then those of kept states, which
-have logits too) or, as ~row, one of main memory.
+A place is a row of the state pool (first those of running sequences, then those of stored states,
+which also have logits) or, as ~row, a row of host memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from engine.step_plan import INITIAL, Admission, Copy, Load, PrefillChunk, Store
 
 
 class StateCopier:
-    """The rows of `pool` from `slots` on and `host_rows` rows of main memory are for kept states of
-    a model with `vocab_size` logits."""
+    """Copies stored states of a model with `vocab_size` logits.
+
+    They are in the rows of `pool` from `slots` on and in `host_rows` rows of host memory.
+    """
 
     def __init__(
         self, pool: StatePool, slots: int, host_rows: int, vocab_size: int, uploads: UploadRing
@@ -32,14 +34,14 @@ class StateCopier:
         self._host = HostStatePool(host_rows, pool.width + vocab_size, pool.device)
 
     def begin(self, admissions: Sequence[Admission]) -> None:
-        """Puts in the slots what their sequences start from."""
+        """Initialize the slots of admitted sequences with the states that they start from."""
         self._pool.reset([one.slot for one in admissions if one.source is None])
         found = [Copy(one.source, one.slot) for one in admissions if one.source is not None]
         if found:
             self.carry_out(found)
 
     def carry_out(self, moves: Sequence[Copy | Load]) -> None:
-        """One after the other, as far as one could tell: copies are made at once."""
+        """Execute moves with the effect of doing them in order; copies are done in parallel."""
         together = _ParallelCopy()
         for move in moves:
             if isinstance(move, Copy):
@@ -51,12 +53,12 @@ class StateCopier:
         self._copy(together)
 
     def _copy(self, copies: _ParallelCopy) -> None:
-        """All are read before any is written."""
+        """Execute the copies; all sources are read before any target is written."""
         initial, slots = self._pool.initial_row, self._slots
         here: list[tuple[int, int]] = []  # from and to the pool
         inwards: list[tuple[int, int]] = []
         outwards: list[tuple[int, int]] = []
-        through: list[tuple[int, int]] = []  # from and to main memory
+        through: list[tuple[int, int]] = []  # from and to host memory
         for target, source in copies.origins.items():
             if source == INITIAL:
                 source = initial
@@ -85,7 +87,7 @@ class StateCopier:
             self._host.save(states, [~target for _, target in (*through, *outwards)])
 
     def logits_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
-        """[n, vocab], what is kept at the chunks' sources; None without any."""
+        """Return the logits [n, vocab] stored at the chunks' sources; None without any."""
         sources = [chunk.source for chunk in chunks if chunk.source is not None]
         if not sources:
             return None
@@ -102,8 +104,10 @@ class StateCopier:
         return found
 
     def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
-        """Snapshots after a step; `rows` of `logits` [rows, vocab] by the keys of the copies that
-        have them."""
+        """Execute the copies after a step, with logits where requested.
+
+        `rows` gives the row of `logits` [rows, vocab] by key.
+        """
         on_device = [copy for copy in copies if copy.target >= 0]
         self._pool.copy([copy.source for copy in on_device], [copy.target for copy in on_device])
         with_logits = [copy for copy in on_device if copy.key >= 0]
@@ -123,7 +127,7 @@ class StateCopier:
             self._host.save(states, [~copy.target for copy in on_host])
 
     def export(self, exports: Sequence[Store]) -> dict[int, Tensor]:
-        """The states, by ticket, once the device is done: `exported` reads them."""
+        """Return the states by ticket; valid once the device is done (`exported` reads them)."""
         found = {}
         for one in exports:
             width = self._host_width if one.logits else self._pool.width
@@ -140,7 +144,7 @@ class StateCopier:
         return found
 
     def _gather(self, sources: Sequence[int]) -> Tensor:
-        """[n, width of a row of main memory]; of sequences' rows the logits are 0."""
+        """Return states as rows of host memory [n, width]; sequences' rows get zero logits."""
         states = self._pool.gather(sources)
         kept_rows = range(self._pool.initial_row - self._slots)
         rows = [source - self._slots for source in sources]
@@ -159,7 +163,7 @@ class StateCopier:
         return self._pool.width + self._logits.shape[1]
 
     def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
-        """logits [n, vocab], for those of `targets` that have memory for them."""
+        """Store logits [n, vocab] for those of `targets` that have memory for them."""
         kept = [i for i, target in enumerate(targets) if target >= self._slots]
         if kept:
             rows = [targets[i] - self._slots for i in kept]
@@ -180,8 +184,10 @@ class StateCopier:
 
 
 class _ParallelCopy:
-    """Copies made one after the other, as such that are made at once: for every location that they
-    write to, the one that held, before them all, what it holds in the end."""
+    """Sequential copies converted to one parallel copy.
+
+    `origins` maps each place that is written to the place whose original content it has in the end.
+    """
 
     def __init__(self) -> None:
         self.origins: dict[int, int] = {}
@@ -191,5 +197,5 @@ class _ParallelCopy:
 
 
 def exported(states: dict[int, Tensor]) -> dict[int, bytes]:
-    """Their bytes; the device is done."""
+    """Return the bytes of exported states; the device must be done."""
     return {ticket: state.numpy().tobytes() for ticket, state in states.items()}

@@ -1,7 +1,7 @@
 """StatePool: the recurrent state of every sequence, one row each, in device memory.
 
-The scheduler hands rows out (engine/slot_allocator.py); this file only moves them. All of it
-is fp32, whatever the weights are: a bf16 state loses 2 to 20 % over a long text.
+The scheduler allocates rows (engine/slot_allocator.py); this file only moves their contents. States
+are fp32 whatever the type of the weights: a bf16 state drifts by 2 to 20 % over a long text.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from engine.ops.upload import UploadRing
 
 
 class StatePool:
-    """`rows` states of one model, all at the initial state, and one more that stays there: the row
-    `initial_row`, to be copied from.
+    """`rows` states of one model, all initialized, and one more row that is always initial.
 
-    `uploads` is the runner's, for the pool's device. `initial` [layers, inner] is the hidden state
-    before the first token (None: zeros). Raises ConfigError, naming max_slots, when the rows do not
-    fit in the device's free memory.
+    That row, `initial_row`, is a source for copies. `uploads` is the runner's, for the pool's
+    device. `initial` [layers, inner] is the hidden state before the first token (None: zeros).
+    Raises ConfigError, naming max_slots, if the rows do not fit in the device's free memory.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class StatePool:
         self._refuse_if_too_large(config, rows, device)
         self.state = new_state(config, rows + 1, initial, device)
         self.rows = self.initial_row = rows
-        # A tensor of its own: what is written by index may not overlap with what is read.
+        # A separate tensor, because an indexed write must not overlap with what it reads.
         self._initial = [tensor[:, rows:].clone() for tensor in self.state.tensors()]
 
     def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:
@@ -48,8 +47,8 @@ class StatePool:
         if self.bytes > free:
             most = max(free // config.state_bytes - 1, 0)
             raise ConfigError(
-                f"the state of {rows} sequences ({config.state_bytes:,} bytes each) needs "
-                f"{self.bytes:,} bytes, and {device} has {free:,} free: "
+                f"the states of {rows} sequences ({config.state_bytes:,} bytes each) need "
+                f"{self.bytes:,} bytes, but {device} has only {free:,} free: "
                 f"max_slots + share_slots may be at most {most:,}",
                 param="max_slots",
             )
@@ -57,12 +56,12 @@ class StatePool:
     def _check(self, rows: Sequence[int], end: int) -> None:
         if rows and (min(rows) < 0 or max(rows) >= end):
             wrong = next(row for row in rows if not 0 <= row < end)
-            raise IndexError(f"row {wrong} of a state pool of {self.rows}")
+            raise IndexError(f"row {wrong} is outside a state pool of {self.rows} rows")
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies row sources[i] over row targets[i]; every source is read before any is written."""
+        """Copy row sources[i] over row targets[i]; every source is read before any is written."""
         if len(sources) != len(targets):
-            raise ValueError(f"{len(sources)} sources, but {len(targets)} targets")
+            raise ValueError(f"{len(sources)} sources do not match {len(targets)} targets")
         if not sources:
             return
         self._check(sources, self.rows + 1)
@@ -72,7 +71,7 @@ class StatePool:
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Puts rows at the initial state."""
+        """Set rows to the initial state."""
         if not rows:
             return
         self._check(rows, self.rows)
@@ -82,12 +81,11 @@ class StatePool:
 
     @property
     def width(self) -> int:
-        """Floats of one state, as `gather` packs it."""
+        """Floats of one state, as packed by `gather`."""
         return sum(tensor[:, 0].numel() for tensor in self.state.tensors())
 
     def gather(self, rows: Sequence[int]) -> Tensor:
-        """[n, width]: each row's cell [layers, inner] and then its conv [layers, taps - 1,
-        d_model]."""
+        """Return packed states: cell [layers, inner], then conv [layers, taps - 1, d_model]."""
         self._check(rows, self.rows + 1)
         index = self._uploads.put(rows)
         parts = [
@@ -97,7 +95,7 @@ class StatePool:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def scatter(self, states: Tensor, rows: Sequence[int]) -> None:
-        """Puts states [n, width], packed as `gather` does it, in their rows."""
+        """Write states [n, width], packed as by `gather`, to rows."""
         self._check(rows, self.rows)
         index, start = self._uploads.put(rows), 0
         for tensor in self.state.tensors():

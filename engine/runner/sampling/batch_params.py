@@ -1,5 +1,4 @@
-"""BatchSamplingParams: what requests ask for, kept so that to fill SamplingRows is one look-up
-for each."""
+"""BatchSamplingParams: sampling parameters by slot, from which SamplingRows are filled quickly."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from engine.runner.sampling.batch_rows import HostSamplingRows
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(np.finfo(np.float32).max)
-_MIN_TEMPERATURE = 1e-30  # keeps the quotient defined; sampling is greedy long before
+_MIN_TEMPERATURE = 1e-30  # keeps the division defined; sampling is greedy long before
 
 
 class BatchSamplingParams:
-    """What requests ask for, by the slot of their sequence: one array on the host for each."""
+    """The requests' sampling parameters by slot: one host array for each parameter."""
 
     def __init__(self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._usual_stops = _row_of(eos_token_ids)  # of those who name none
+        self._usual_stops = _row_of(eos_token_ids)  # stop ids of requests that set none
         self._plain = np.zeros(slots, np.bool_)
         self._streams = np.zeros(slots, np.int64)
         self._top_p = np.ones(slots, np.float64)
@@ -42,7 +41,7 @@ class BatchSamplingParams:
         self._max_tokens = np.zeros(slots, np.int32)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Notes what these requests ask for."""
+        """Store the parameters of these requests."""
         if not admissions:
             return
         slots = [one.slot for one in admissions]
@@ -51,11 +50,11 @@ class BatchSamplingParams:
         self._put(slots, params)
 
     def all_plain(self, slots: Sequence[int]) -> bool:
-        """Whether the device can sample for all of these without the host."""
+        """Return whether the device can sample for all of these slots without the host."""
         return bool(self._plain[list(slots)].all())
 
     def asked(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, how many best tokens) of those of these that ask for log-probabilities."""
+        """Return (row, number of top tokens) of those that ask for log-probabilities."""
         tops = self._tops[list(slots)]
         return [(row, top) for row, top in enumerate(tops.tolist()) if top >= 0]
 
@@ -66,8 +65,10 @@ class BatchSamplingParams:
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
     ) -> None:
-        """Fills the first rows for the sequences of `slots`, [n] as the others are, and makes the
-        rest padding."""
+        """Fill the first rows for the sequences in `slots`, and make the rest padding.
+
+        All arrays are [n].
+        """
         batch = len(slots)
         for column, values in (
             (at.positions, positions),
@@ -90,7 +91,7 @@ class BatchSamplingParams:
     def _put(self, slots: list[int], params: list[SamplingParams]) -> None:
         temperatures = [sampling_temperature(one) for one in params]
         self._temperature[slots] = temperatures
-        if any(temperatures):  # else sampling looks at nothing of this
+        if any(temperatures):  # greedy sampling uses none of these
             seeds = np.array([one.seed for one in params], np.int64)
             choices = np.array([one.choice for one in params], np.int64)
             self._streams[slots] = random_streams.stream_ids(seeds, choices)
@@ -109,7 +110,7 @@ class BatchSamplingParams:
 
 
 def _row_of(ids: Iterable[int]) -> NDArray[np.int32]:
-    """Stop ids [MOST_STOP_IDS], padded with -1. Of those who have more, the host sees to that."""
+    """Return stop ids [MOST_STOP_IDS], padded with -1; the host handles requests with more."""
     row = np.full(MOST_STOP_IDS, -1, np.int32)
     first = list(ids)[:MOST_STOP_IDS]
     row[: len(first)] = first
@@ -117,8 +118,10 @@ def _row_of(ids: Iterable[int]) -> NDArray[np.int32]:
 
 
 def sampling_temperature(params: SamplingParams) -> float:
-    """As `ops.sample_` takes it: 0 where the best token is taken; else what float32 cannot hold
-    becomes its nearest positive value."""
+    """Return the temperature for `ops.sample_`: 0 for greedy sampling.
+
+    Values that float32 cannot represent become the nearest positive one.
+    """
     if is_greedy(params):
         return 0.0
     return min(max(params.temperature, _MIN_TEMPERATURE), _MOST_FLOAT)

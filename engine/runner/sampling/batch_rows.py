@@ -1,7 +1,6 @@
-"""SamplingRows: what `ops.sample_` needs of the rows that it samples for, packed in one piece of
-memory.
+"""SamplingRows: the inputs of `ops.sample_` for a batch, packed in one block of memory.
 
-A piece is filled on the host (engine/runner/sampling/batch_params.py) and uploaded at once.
+A block is filled on the host (engine/runner/sampling/batch_params.py) and uploaded in one copy.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ from engine.step_plan import MOST_STEPS
 
 _WIDE = 3  # fields of 8 bytes, which come first
 _NARROW = 6  # fields of 4 bytes
-FILLED_WORDS = 2 * _WIDE + _NARROW + MOST_STOP_IDS + 2  # of a row: all but `out`
-RESULT_WORD = FILLED_WORDS - 2  # where slots, cursor and `out` begin, in words of all rows
+FILLED_WORDS = 2 * _WIDE + _NARROW + MOST_STOP_IDS + 2  # words of a row, except for `out`
+RESULT_WORD = FILLED_WORDS - 2  # word per row at which slots, cursor and `out` begin
 
 
 def _words() -> NDArray[np.int64]:
-    """Of each word that is filled of a row: its offset, as multiples of the size and of the row,
-    and what comes on top: [3, FILLED_WORDS, 1]."""
+    """Return, for each filled word of a row, the coefficients of its offset: [3, FILLED_WORDS, 1].
+
+    The offset is first * size + second * row + third.
+    """
     words = [(2 * column, 2, half) for column in range(_WIDE) for half in range(2)]
     begin = 2 * _WIDE
     words += [(begin + column, 1, 0) for column in range(_NARROW)]
@@ -42,7 +43,7 @@ _WORDS = _words()
 
 
 class SamplingRows(NamedTuple):
-    """Of `size` rows; what they mean is said at `ops.sample_` and `ops.report_logprobs_`."""
+    """The fields of `size` rows; `ops.sample_` and `ops.report_logprobs_` describe them."""
 
     positions: Tensor  # [size] int64
     streams: Tensor  # [size] int64
@@ -56,11 +57,11 @@ class SamplingRows(NamedTuple):
     stop_ids: Tensor  # [size, MOST_STOP_IDS] int32
     slots: Tensor  # [size] int32
     cursor: Tensor  # [size] int32
-    out: Tensor  # [MOST_STEPS, size] int32; fewer where the memory has no more
+    out: Tensor  # [MOST_STEPS, size] int32; fewer if the memory is smaller
 
 
 def sampling_rows(memory: Tensor, size: int) -> SamplingRows:
-    """The fields of `size` rows, packed at the beginning of `memory` (int32, 1-d)."""
+    """Return views of the fields of `size` rows at the beginning of `memory` (int32, 1-d)."""
     wide = memory[: 2 * _WIDE * size].view(torch.int64).view(_WIDE, size)
     rest = memory[2 * _WIDE * size : len(memory) // size * size]
     narrow = rest[: _NARROW * size].view(_NARROW, size)
@@ -75,8 +76,10 @@ def sampling_rows(memory: Tensor, size: int) -> SamplingRows:
 
 
 class HostSamplingRows(NamedTuple):
-    """SamplingRows in host memory, seen as arrays. To make these views takes longer than to fill
-    them, so who fills the same memory often keeps them."""
+    """SamplingRows in host memory, as arrays.
+
+    Making the views takes longer than filling them, so keep them for memory that is reused.
+    """
 
     positions: NDArray[np.int64]
     streams: NDArray[np.int64]
@@ -93,20 +96,23 @@ class HostSamplingRows(NamedTuple):
 
 
 def host_sampling_rows(memory: Tensor, size: int) -> HostSamplingRows:
-    """The fields of `size` rows but `out`, packed at the beginning of `memory`, on the host."""
+    """Return array views of the fields of `size` rows, except `out`, in host memory `memory`."""
     *filled, _ = sampling_rows(memory, size)
     return HostSamplingRows(*(column.numpy() for column in filled))
 
 
 def words_of(rows: Sequence[int], size: int) -> NDArray[np.int64]:
-    """Where what is filled of `rows` lies in the memory of `size` rows: [FILLED_WORDS, rows]."""
+    """Return the offsets of the filled words of `rows` in memory for `size` rows.
+
+    The result is [FILLED_WORDS, rows].
+    """
     at_size, at_row, more = _WORDS
     offsets: NDArray[np.int64] = at_size * size + at_row * np.asarray(rows, np.int64) + more
     return offsets
 
 
 def sample_rows(logits: Tensor, at: SamplingRows) -> None:
-    """`ops.sample_` from logits fp32 [rows, vocab]."""
+    """Run `ops.sample_` on logits fp32 [rows, vocab]."""
     ops.sample_(
         logits, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out,
         at.temperature, at.top_k, at.top_p, at.min_p, at.streams, at.stop_ids,
@@ -114,7 +120,7 @@ def sample_rows(logits: Tensor, at: SamplingRows) -> None:
 
 
 def sample_bests(best: Tensor, at: SamplingRows) -> None:
-    """`sample_best_`, with bests int64 [rows, parts]."""
+    """Run `sample_best_` on bests int64 [rows, parts]."""
     sample_best_(
         best, at.tokens, at.slots, at.positions, at.remaining, at.cursor, at.out, at.stop_ids
     )

@@ -1,9 +1,8 @@
-"""LogitsProcessors: what requests penalise, favour and rule out among tokens, by slot, on the
-device.
+"""LogitsProcessors: penalties, biases and banned tokens of requests, by slot, on the device.
 
-`ops.apply_logits_processors_` applies it to the logits of a step. It finds a sequence's record by
-its slot, so a step needs to know nothing of who is in it; who asked for nothing has an empty one.
-Rows of counts are made as requests with penalties come, and never moved.
+`ops.apply_logits_processors_` applies them to the logits of a step. It finds a sequence's record by
+its slot, so a step needs no knowledge of its sequences; requests without any have an empty record.
+Rows of token counts are allocated as requests with penalties arrive, and never move.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from engine.protocol.token_ids import unpack_ids
 from engine.step_plan import Admission
 
 _MOST_FLOAT = float(torch.finfo(torch.float32).max)
-_ALWAYS = 2**31 - 1  # positions are below
-_ROWS = 8  # of counts that are made together
+_ALWAYS = 2**31 - 1  # a position that is never reached
+_ROWS = 8  # rows of counts allocated together
 
 
 class _Asked(NamedTuple):
-    """What the record of a slot names, which lives as long as that does."""
+    """The tensors to which a slot's record points, which must live as long as the record."""
 
     record: bytes
     counts: Tensor | None  # [vocab]
@@ -35,7 +34,7 @@ class _Asked(NamedTuple):
 
 
 class LogitsProcessors:
-    """Of `slots` slots."""
+    """The logits processors of `slots` slots."""
 
     def __init__(
         self, slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], uploads: UploadRing
@@ -46,10 +45,10 @@ class LogitsProcessors:
         self._uploads = uploads
         self._records = torch.zeros(slots, RECORD_WORDS, dtype=torch.int32, device=device)
         self._asked: dict[int, _Asked] = {}  # by slot; other slots' records are empty
-        self._free: list[Tensor] = []  # rows of counts
+        self._free: list[Tensor] = []  # unused rows of counts
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Notes what these requests ask for; the device goes on with who had their slots before."""
+        """Set the records of these requests, after all device work that was queued before."""
         changed: dict[int, _Asked | None] = {}
         for admission in admissions:
             slot, params = admission.slot, admission.request.sampling
@@ -63,7 +62,7 @@ class LogitsProcessors:
         records = [nothing if one is None else one.record for one in changed.values()]
         there = self._upload(b"".join(records)).view(-1, RECORD_WORDS)
         self._records.index_copy_(0, self._uploads.put(list(changed)), there)
-        # Only now does no record name what was there before.
+        # Only now does no record refer to the previous tensors.
         for slot, asked in changed.items():
             before = self._asked.pop(slot, None)
             if before is not None and before.counts is not None:
@@ -72,7 +71,7 @@ class LogitsProcessors:
                 self._asked[slot] = asked
 
     def concern(self, slots: Iterable[int]) -> bool:
-        """Whether a request of these asked for any."""
+        """Return whether any of these slots has a logits processor."""
         return not self._asked.keys().isdisjoint(slots)
 
     def apply(
@@ -84,7 +83,7 @@ class LogitsProcessors:
         masks: Tensor | None = None,
         mask_of: Tensor | None = None,
     ) -> None:
-        """Applies the records, once for each token that is read."""
+        """Apply the records to the logits of a step; call it once for each token that is read."""
         ops.apply_logits_processors_(
             logits, tokens, slots, positions, self._records, masks, mask_of
         )
@@ -93,7 +92,7 @@ class LogitsProcessors:
         entries: list[Entry] = [
             (id, _bounded(value), _ALWAYS) for id, value in params.logit_bias.items()
         ]
-        if params.min_tokens and params.grammar is None:  # else its masks see to that
+        if params.min_tokens and params.grammar is None:  # with a grammar, its masks do this
             ends = sorted(endings(params, self._eos_token_ids))
             entries += [(id, -torch.inf, params.min_tokens) for id in ends]
         there = self._upload(pack_entries(entries)) if entries else None
@@ -109,7 +108,7 @@ class LogitsProcessors:
         return _Asked(packed, counts, there)
 
     def _count(self, prompt: bytes) -> Tensor:
-        """Counts a prompt (token_ids.pack_ids)."""
+        """Return a row of counts that marks the tokens of a packed prompt (token_ids.pack_ids)."""
         if not self._free:
             shape = _ROWS, self._vocab_size
             self._free += torch.zeros(shape, dtype=torch.int32, device=self._device).unbind()
@@ -119,7 +118,7 @@ class LogitsProcessors:
         return counts
 
     def _upload(self, packed: bytes) -> Tensor:
-        """int32 words, on the device."""
+        """Upload packed int32 words to the device."""
         words = torch.frombuffer(bytearray(packed), dtype=torch.int32)
         if self._device.type == "cpu":
             return words
@@ -127,5 +126,5 @@ class LogitsProcessors:
 
 
 def _bounded(value: float) -> float:
-    """What float32 cannot hold becomes its nearest finite value."""
+    """Replace a value that float32 cannot represent by the nearest finite one."""
     return min(max(value, -_MOST_FLOAT), _MOST_FLOAT)

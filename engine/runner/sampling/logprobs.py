@@ -13,17 +13,17 @@ from engine.runner.sampling.random_streams import token_reports
 
 
 class Reported(NamedTuple):
-    """Of some rows."""
+    """Reports of some rows."""
 
-    asked: list[tuple[int, int]]  # (row, how many best tokens)
-    words: Tensor  # int32 [asked, words], with room for the most of these
+    asked: list[tuple[int, int]]  # (row, number of top tokens)
+    words: Tensor  # int32 [asked, words], with room for the largest number of top tokens
 
     def to_host(self) -> Reported:
-        """The same in host memory, once the device is done."""
+        """Return a copy in host memory; valid once the device is done."""
         return Reported(self.asked, self.words.to("cpu", non_blocking=True))
 
     def by_row(self) -> dict[int, PackedLogprobs]:
-        """What is in host memory, as messages."""
+        """Return reports in host memory as messages, by row."""
         words = self.words.numpy()
         return {
             row: PackedLogprobs(top, words[index, : words_of_report(top)].tobytes())
@@ -34,8 +34,16 @@ class Reported(NamedTuple):
 def report(
     logits: Tensor, tokens: Tensor, asked: Sequence[tuple[int, int]], uploads: UploadRing
 ) -> Reported | None:
-    """Of the sampled `tokens` [rows] int32, by logits [rows, vocab] fp32; None where nobody asked.
-    A row of logits that are not finite has a negative token, and its report means nothing."""
+    """Make the reports of sampled tokens; None if no row asked.
+
+    A row whose logits are not finite has a negative token, and its report is meaningless.
+
+    Args:
+        logits: fp32 [rows, vocab].
+        tokens: int32 [rows].
+        asked: (row, number of top tokens) of the rows that asked.
+        uploads: for the indices.
+    """
     if not asked:
         return None
     if len(asked) < len(logits):

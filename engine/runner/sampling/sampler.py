@@ -1,10 +1,9 @@
-"""Sampler: a token for each of some rows whose logits are known.
+"""Sampler: samples a token for rows whose logits exist outside of a decode step's graph.
 
-That is the prompts whose logits were kept or are changed before the sampling, and those in whose
-sampling the host has a part. It is what a decode step does in a graph, by the same operators, so
-who samples changes no token. The order is: grammar, penalties, logit_bias, min_tokens, temperature,
-top_k, top_p, min_p. What a grammar forbids does not exist for the others. Nothing waits for the
-device.
+These are prompts whose logits were stored or are processed first, and rows for which the host takes
+part in sampling. It uses the same operators as the graphs of decode steps, so the tokens are the
+same. Order: grammar, penalties, logit_bias, min_tokens, temperature, top_k, top_p, min_p. Tokens
+that a grammar forbids do not exist for the later stages. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -28,38 +27,40 @@ from engine.runner.sampling.batch_rows import (
 from engine.runner.sampling.logits_processors import LogitsProcessors
 from engine.runner.sampling.logprobs import Reported, report
 
-ROW_WORDS = FILLED_WORDS + 1  # of a row that one token is sampled for
+ROW_WORDS = FILLED_WORDS + 1  # words of a row for which one token is sampled
 
 
 class Rows(NamedTuple):
-    """Whom tokens are sampled for, on the host."""
+    """The rows to sample for, on the host."""
 
     keys: list[int]
     slots: list[int]
-    tokens: list[int]  # that the step has read
-    positions: list[int]  # how many tokens have been sampled before
+    tokens: list[int]  # read by the step
+    positions: list[int]  # number of tokens sampled before
 
 
 class SampleStep(NamedTuple):
-    """Rows that a token has been sampled for, on the device until the step is finished."""
+    """Rows that have been sampled for, on the device until the step is finished."""
 
     keys: list[int]  # of their sequences
     words: Tensor  # int32: the memory of their SamplingRows
-    size: int  # rows that it is made for
-    tokens: Tensor  # [rows] int32; negative where the best logit is not finite
+    size: int  # number of rows for which `words` is laid out
+    tokens: Tensor  # [rows] int32; negative if the best logit is not finite
     reported: Reported | None
 
 
 class Allowed(NamedTuple):
-    """What grammars allow in one step: `ops.apply_logits_processors_` takes it, on the device."""
+    """Token masks of grammars for one step, on the device, for `ops.apply_logits_processors_`."""
 
     masks: Tensor  # [masked, words] int32
     mask_of: Tensor  # [rows] int32
 
 
 class _Buffers(NamedTuple):
-    """Where SamplingRows are filled, and where they go. To make the views takes longer
-    than to fill them."""
+    """SamplingRows to fill on the host, and their copy on the device.
+
+    The views are kept because making them takes longer than filling them.
+    """
 
     host: Tensor
     given: HostSamplingRows
@@ -67,12 +68,12 @@ class _Buffers(NamedTuple):
     at: SamplingRows
 
 
-# In turn: two steps may be under way, each with samples for prompts that were read before and now.
+# Buffers used in turn: two steps may be in flight, each with samples for stored and for new logits.
 _IN_TURN = 4
 
 
 class Sampler:
-    """Shared by all that sample; `params` and `processors` are those of the rows' slots."""
+    """Shared by everything that samples; `params` and `processors` are those of the rows' slots."""
 
     def __init__(
         self, params: BatchSamplingParams, processors: LogitsProcessors, uploads: UploadRing
@@ -80,12 +81,14 @@ class Sampler:
         self._params = params
         self._processors = processors
         self._uploads = uploads
-        self._size = 0  # rows that were sampled for last
-        self._buffers: list[_Buffers] = []  # all for so many
+        self._size = 0  # number of rows in the last call
+        self._buffers: list[_Buffers] = []  # all for this number of rows
 
     def sample(self, rows: Rows, logits: Tensor, allowed: Allowed | None = None) -> SampleStep:
-        """Samples from logits [rows, vocab] fp32, which stay as they are. Some token has to be
-        allowed for each row."""
+        """Sample from logits [rows, vocab] fp32, which are not modified.
+
+        At least one token must be allowed in each row.
+        """
         size = len(rows.keys)
         buffers = self._next_buffers(size)
         self._params.fill(
@@ -94,7 +97,7 @@ class Sampler:
             positions=np.array(rows.positions, np.int64),
             tokens=np.array(rows.tokens, np.int64),
         )
-        # torch's copy keeps that memory until it has ended: buffers of another size are dropped.
+        # torch keeps the host memory alive until the copy has ended, even if buffers are dropped.
         buffers.words.copy_(buffers.host, non_blocking=True)
         at, processed = buffers.at, logits
         if allowed is not None or self._processors.concern(rows.slots):
