@@ -451,7 +451,7 @@ class StateCacheManager:
     # Statistics.
 
     def load_stats(self, slots: int, state_bytes: int) -> dict[str, Any]:
-        """Return the current load as fields of Stats; sequences use `slots` rows of `state_bytes`."""
+        """Return the current load as fields of Stats; `slots` rows of `state_bytes` are in use."""
         return {
             "state_bytes": (slots + self.tiers.device_used) * state_bytes,
             "host_state_bytes": self.tiers.host_used * self.config.host_row_bytes,

@@ -116,7 +116,7 @@ class TieredStateStore:
     """
 
     def __init__(self, device_rows: int, first_row: int, host_rows: int) -> None:
-        """Create with all rows free; device rows are `first_row` to `first_row + device_rows - 1`."""
+        """Create with all rows free; the first device row is number `first_row`."""
         self.rows = device_rows + host_rows
         # Called with a cached state to evict; must detach and release it.
         self.on_evict: Callable[[CachedState], None] = lambda state: None
@@ -217,7 +217,7 @@ class TieredStateStore:
         return True
 
     def commit(self, state: CachedState) -> None:
-        """Mark the state's row as filled for later plans; from now on it may be moved or evicted."""
+        """Mark the state's row as filled for later plans; from now on it may move or be evicted."""
         if state.on_device:
             self._enter(state, self._on_device)
             self._crowded = self._crowded and state.place in self._busy

@@ -1,13 +1,12 @@
-"""Grammars: what a request asks of its text, made into matchers; the only user of llguidance.
+"""Compiles grammars into matchers, with llguidance.
 
-A matcher follows one text, token by token, and says which tokens may come next. Its masks are bits,
-one per token of the model, and one more, `TextTokens.end`: the text may end here. No token of the
-model stands behind that one, so models without an end-of-text token are no exception.
+A matcher follows one text, token by token, and says which tokens may come next. A mask has one bit
+for each token of the model, and one more, `TextTokens.end`: the text may end here. That bit belongs
+to no token of the model, so models without an end-of-text token need no special case.
 
-Compiling takes under a millisecond as a rule, but text exists that keeps the library busy for
-minutes or wants gigabytes, and nothing can interrupt it. So whoever compiles what strangers sent
-does it in a process that can be killed (engine.structured_output.sandbox); the limits here bound
-the rest.
+Compiling usually takes less than a millisecond. But some inputs keep the library busy for minutes
+or use gigabytes, and nothing can interrupt it. Grammars from clients are therefore compiled in a
+process that can be killed first (engine.structured_output.sandbox); the limits here bound the rest.
 """
 
 from __future__ import annotations
@@ -25,46 +24,48 @@ from engine.tokenizer_layout import mid_sentence
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Of the library's own units: about 4 ms to compile regular expressions, 4 ms for a mask, and 40 MB
-# of lexer states. A schema with 1,000 required properties and an enumeration of 5,000 values stay
-# below. Time also grows with the square of what may come next: 500 optional properties, the most
-# that ROW_ITEMS allow, take 6 ms for a mask; 1,000 would take 23 ms, and grammars exist that would
-# then take 50 ms for each token, while everybody waits.
+# Limits in the library's units: about 4 ms to compile regular expressions, 4 ms for a mask, and 40
+# MB of lexer states. A schema with 1,000 required properties and an enum of 5,000 values is within
+# them. Time also grows with the square of what may come next: 500 optional properties, the most
+# within ROW_ITEMS, take 6 ms for a mask; 1,000 would take 23 ms, and some grammars would then take
+# 50 ms per token, delaying every request.
 LEXER_FUEL, STEP_LEXER_FUEL = 200_000, 50_000
 STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 20_000, 20_000, 100_000
 ROW_ITEMS = 2000
 _NO_SPELLING = "no text was found that matches it and that the model's tokens can spell"
-_SPECIAL_NAMES = "; following special tokens"  # the names that `_add_end` makes up are nobody's
+_SPECIAL_NAMES = "; following special tokens"  # what follows are names that `_add_end` has made up
 _OF_LEXERS = "too many states", "too many expressions"  # limits, in the library's words
-_MOST_REASON = 500  # characters of the library's own words
+_MOST_REASON = 500  # the most characters of the library's messages
 
 
 class TextTokens(NamedTuple):
-    """A model's tokens as the library knows them."""
+    """A model's tokens as llguidance knows them."""
 
     library: LLTokenizer
-    end: int  # the bit that says that the text may end; not a text token of the model
-    complete: bool  # they can write every text
+    end: int  # the bit that says that the text may end; not a token of the model
+    complete: bool  # the tokens can spell every text
 
     @property
     def words(self) -> int:
-        """32-bit words of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-self.library.vocab_size // 32)
 
 
 def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
-    """Reads a model's tokenizer.json. Raises InvalidRequest, which says why no text of the model
-    can be told what to match."""
+    """Read a model's tokenizer.json.
+
+    Raises InvalidRequest, which says why grammars cannot be used with this model.
+    """
     from llguidance import LLTokenizer
 
     try:
         layout = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(
-            "the model has no tokenizer.json, so there is no text to match a grammar"
+            "the model has no tokenizer.json, so grammars cannot be matched against its text"
         ) from error
     try:
-        # The text that has to match goes on from the prompt: no space is put before it.
+        # The text to match continues the prompt, so no space may be put before it.
         layout = mid_sentence(layout) or layout
         layout["normalizer"] = _verbatim(layout.get("normalizer"))
         end = _add_end(layout)
@@ -72,16 +73,19 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
         library = LLTokenizer(json.dumps(layout), n_vocab=max(vocab_size, end + 1), eos_token=end)
     except (ValueError, LookupError, TypeError) as error:
         raise InvalidRequest(
-            f"the model's tokenizer does not tell which bytes its tokens stand for: {error}"
+            f"cannot tell from the model's tokenizer which bytes its tokens stand for: {error}"
         ) from error
     return TextTokens(library, end, has_all_bytes(library))
 
 
 def _add_end(layout: dict[str, Any]) -> int:
-    """Adds a token to a tokenizer.json that ends a text; its id, beyond all others. This one, the
-    special tokens and those of ids that have none get names that nobody can know: where a grammar
-    asks for the text `<|endoftext|>`, the library would take it for the token of that name, which
-    is no text. Other added tokens are ordinary ones where the vocabulary has them, else no text."""
+    """Add a token that ends a text to a tokenizer.json, and return its id, the highest one.
+
+    This token, the special tokens and unused ids get names that nobody can guess. Otherwise the
+    library would take the text `<|endoftext|>` in a grammar for the token of that name, which is
+    not text. Other added tokens are ordinary ones if the vocabulary has them; otherwise they are
+    not text.
+    """
     model, secret = layout["model"], secrets.token_hex(16)
     vocab = model["vocab"]
     named = isinstance(vocab, dict)
@@ -92,10 +96,11 @@ def _add_end(layout: dict[str, Any]) -> int:
     names = {id: f"<|no text {id} {secret}|>" for id in silent}
     if named:
         unknown = vocab.get(model.get("unk_token"))
-        if unknown in names:  # it has to be in the vocabulary
+        if unknown in names:  # it must be in the vocabulary
             model["unk_token"] = names[unknown]
         model["vocab"] = {names.get(id, name): id for name, id in vocab.items()}
-        model["vocab"] |= {name: id for id, name in names.items()}  # else numbered by their order
+        # otherwise they would be numbered in their order
+        model["vocab"] |= {name: id for id, name in names.items()}
     else:
         vocab += [["", 0.0] for _ in range(end + 1 - len(vocab))]
         model["vocab"] = [[names.get(id, piece), score] for id, (piece, score) in enumerate(vocab)]
@@ -107,8 +112,11 @@ def _add_end(layout: dict[str, Any]) -> int:
 
 
 def _verbatim(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer that changes no text, but writes spaces as the vocabulary has them. The library
-    encodes what a grammar leaves no choice about, and expects these very characters."""
+    """Return the normalizer reduced to its replacement of spaces; None if nothing is left.
+
+    The library encodes text for which a grammar leaves no choice, and expects exactly these
+    characters.
+    """
     if normalizer is None:
         return None
     if "normalizers" in normalizer:
@@ -119,7 +127,7 @@ def _verbatim(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _spelled_out(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A decoder that the library knows, where it does not know one that means the same."""
+    """Return an equivalent decoder that the library supports, if it does not support this one."""
     kind = (decoder or {}).get("type")
     parts: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if kind == "Fuse":
@@ -131,8 +139,11 @@ def _spelled_out(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
-    """A matcher at the beginning of a text, to be copied. Raises InvalidRequest, which says what is
-    wrong with the grammar; so it does where no text but the empty one matches."""
+    """Compile a grammar to a matcher at the beginning of a text, to be copied for each text.
+
+    Raises InvalidRequest, which says what is wrong with the grammar, also if only the empty text
+    matches.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -146,11 +157,11 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
         verbose_errors=False,
     )
     matcher = LLMatcher(tokens.library, _source(grammar), log_level=0, limits=limits)
-    first = int.from_bytes(matcher.compute_bitmask(), "little")  # keeps what this needs ready
+    first = int.from_bytes(matcher.compute_bitmask(), "little")  # also precomputes what masks need
     if matcher.is_error():
         raise InvalidRequest(reason(matcher))
     if not first & ~(1 << tokens.end):
-        empty = "no text but the empty one matches it"
+        empty = "it matches no text except the empty one"
         raise InvalidRequest(empty if matcher.is_accepting() else _NO_SPELLING)
     if not tokens.complete and not can_spell(matcher, tokens.library, tokens.end):
         raise InvalidRequest(_NO_SPELLING)
@@ -158,21 +169,25 @@ def compile_grammar(tokens: TextTokens, grammar: Grammar) -> LLMatcher:
 
 
 def check_grammar(tokens: TextTokens, grammar: Grammar) -> None:
-    """Compiles one, to find out whether it can be followed. Raises InvalidRequest as
-    `compile_grammar`, and where every text that is tried leads beyond the limits above."""
+    """Compile a grammar, to find out whether it can be followed.
+
+    Raises InvalidRequest as `compile_grammar` does, and if every text that is tried exceeds the
+    limits.
+    """
     matcher = compile_grammar(tokens, grammar)
-    failed = dead_end(matcher, tokens.end) if tokens.complete else None  # else it was spelled
+    # without all bytes, can_spell has found a text
+    failed = dead_end(matcher, tokens.end) if tokens.complete else None
     if failed is not None:
-        raise InvalidRequest(f"the texts that were tried all failed: {reason(failed)}")
+        raise InvalidRequest(f"all texts that were tried failed: {reason(failed)}")
 
 
 def is_full(matcher: LLMatcher) -> bool:
-    """Whether it goes no further because its lexer, which copies share, has no room left."""
+    """Return whether a matcher has stopped because its lexer, which copies share, is full."""
     return matcher.is_error() and any(limit in matcher.get_error() for limit in _OF_LEXERS)
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher goes no further, in the library's words."""
+    """Return why a matcher has stopped, in the library's words."""
     error = matcher.get_error()
     if not error or error.startswith("NoExtension"):
         return _NO_SPELLING
@@ -182,7 +197,7 @@ def reason(matcher: LLMatcher) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as the library reads it. Raises InvalidRequest."""
+    """Return the grammar in the library's notation. Raises InvalidRequest."""
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -194,7 +209,7 @@ def _source(grammar: Grammar) -> str:
                     "|".join(map(_escaped, json.loads(grammar.text)))
                 )
             case "regex":
-                if _ends_in_escape(grammar.text):  # which the library leaves out
+                if _ends_in_escape(grammar.text):  # which the library would ignore
                     raise ValueError(
                         "the expression ends in a backslash that escapes nothing; "
                         r"a backslash itself is written \\"
@@ -211,6 +226,6 @@ def _ends_in_escape(text: str) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """A regular expression for this very text."""
+    """Return a regular expression that matches exactly this text."""
     plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
     return "".join(plain)

@@ -1,13 +1,13 @@
-"""GrammarCache: the compiled grammars of one model, kept while they are used; compiled on a thread.
+"""GrammarCache: the compiled grammars of one model, kept while in use; compiled on a thread.
 
-The rounds of those who ask for no grammar go on meanwhile: the library holds no lock of Python's.
-All methods are called by one thread, and between the plan that admits a sequence and its admission
-nothing that was compiled is forgotten.
+Rounds without grammars go on meanwhile, since the library does not hold the GIL. All methods are
+called by one thread. Nothing compiled is evicted between the plan that admits a sequence and its
+admission.
 
-Copies of a matcher share its lexer. They wait for each other where threads compute their masks, so
-a grammar that many sequences have is compiled again, once for each of some threads. And they fill
-it together: its states are limited, and all texts that were ever written by the grammar add some.
-So one that is full is replaced.
+Copies of a matcher share its lexer. They wait for each other if several threads compute their
+masks, so a grammar that many sequences use is compiled again, once for each of some threads. They
+also fill the lexer together: its number of states is limited, and every text written by the grammar
+adds some. A full one is replaced.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of what is kept. The library does not tell how much memory a grammar takes; it grows with the time
-# to compile it (160 MB per second were seen).
+# Limits of the cache. The library does not report a grammar's memory, but it grows with the time to
+# compile it (160 MB per second were measured).
 MOST_KEPT = 128
-MOST_KEPT_BYTES = 4 * 2**20  # of texts
-MOST_KEPT_SECONDS = 2.0  # of processor time
-# That requests have had begun: with more, the last would push out the first before these are used.
+MOST_KEPT_BYTES = 4 * 2**20  # of grammar texts
+MOST_KEPT_SECONDS = 2.0  # of CPU time for compiling
+# Grammars that requests may have requested at a time; with more, the last could evict the first
+# before they are used.
 MOST_PENDING = 8
-# What takes longer is compiled once: whoever comes with a new grammar would wait for it. And lexers
-# take memory as they are used, up to 40 MB: so many are kept beside the first ones of all grammars.
+# Grammars that take longer are compiled only once, because new grammars would wait. Lexers use up
+# to 40 MB as they grow, so the number of additional ones is limited over all grammars.
 SECONDS_AGAIN = 0.02
 MOST_AGAIN = 14
-END_SECONDS = 2.0  # that the process waits at its end for the grammar being compiled
+END_SECONDS = 2.0  # wait at the process's end for the grammar being compiled
 
 
 @dataclass(eq=False, slots=True)
 class Original:
-    """A grammar as it was compiled once, at the beginning of a text."""
+    """A compiled grammar, at the beginning of a text."""
 
     matcher: LLMatcher
     cost: MaskCost
-    copies: int = 0  # that were ever made
+    copies: int = 0  # number of copies ever made
 
     def copy(self) -> LLMatcher:
-        """A matcher for one text."""
+        """Return a new matcher for one text."""
         self.copies += 1
         return self.matcher.deep_copy()
 
@@ -67,10 +68,11 @@ class _Compiled:
     seconds: float
     cost: MaskCost
     error: EngineError | None = None
-    originals: list[Original] = field(default_factory=list)  # at least one, or there is an error
+    # at least one, unless there is an error
+    originals: list[Original] = field(default_factory=list)
 
     def add(self, again: _Compiled) -> None:
-        """The same grammar, compiled once more."""
+        """Add the results of compiling the same grammar once more."""
         for original in again.originals:
             original.cost = self.cost
         self.originals += again.originals
@@ -78,17 +80,21 @@ class _Compiled:
 
 
 class GrammarCache:
-    """`folder` holds the model's tokenizer.json, which is read with the first grammar, or before
-    (`prepare`); without a folder every grammar is wrong."""
+    """The compiled grammars of a model.
+
+    `folder` holds the model's tokenizer.json, which is read with the first grammar, or by
+    `prepare`. Without a folder every grammar is refused.
+    """
 
     def __init__(self, folder: Path | None, vocab_size: int = 0) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
         self._tokens: TextTokens | None = None
         self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
-        self._pending: dict[Grammar, None] = {}  # in the order in which they were asked for
+        self._pending: dict[Grammar, None] = {}  # in the order in which they were requested
         self._again: set[Grammar] = set()  # being compiled again
-        self._todo: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()  # None: no more
+        # None: end of the thread
+        self._todo: queue.SimpleQueue[Grammar | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[_Compiled] = queue.SimpleQueue()
         self._collected: list[_Compiled] = []
         self._thread: threading.Thread | None = None
@@ -96,13 +102,13 @@ class GrammarCache:
 
     @property
     def tokens(self) -> TextTokens:
-        """The model's tokens; there once a grammar has been compiled."""
+        """The model's tokens; available once a grammar has been compiled."""
         assert self._tokens is not None
         return self._tokens
 
     @property
     def pending(self) -> bool:
-        """Whether grammars are being compiled."""
+        """Whether grammars are being compiled for the first time."""
         return bool(self._pending)
 
     @property
@@ -111,8 +117,11 @@ class GrammarCache:
         return bool(self._pending or self._again)
 
     def lacking(self, params: SamplingParams) -> Grammar | EngineError | None:
-        """What keeps a request from running: its grammar, while that is being compiled, or another
-        one that comes before it, or what is wrong with it; None when nothing does."""
+        """Return what keeps a request from running: a grammar or an error; None if nothing does.
+
+        It is the request's grammar while that is being compiled, another one that comes before it,
+        or the error of its grammar.
+        """
         grammar = params.grammar
         if grammar is None:
             return None
@@ -124,9 +133,9 @@ class GrammarCache:
         return grammar if found is None else None
 
     def ask(self, grammar: Grammar) -> Original | EngineError | None:
-        """What is to be copied, or why there is nothing; None while it is being compiled."""
+        """Return the compiled grammar or its error; None while it is being compiled."""
         if self._folder is None:
-            return InvalidRequest("this engine reads no grammars")
+            return InvalidRequest("this engine does not support grammars")
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
             compiled = self._kept[grammar]
@@ -138,18 +147,20 @@ class GrammarCache:
         return None
 
     def originals(self, grammar: Grammar) -> list[Original]:
-        """Of a grammar that is compiled: copies of different ones do not wait for each other. Empty
-        where there is none."""
+        """Return all compiled instances of a grammar; empty if there are none.
+
+        Copies of different instances do not wait for each other.
+        """
         compiled = self._kept.get(grammar)
         return [] if compiled is None else compiled.originals.copy()
 
     def cost(self, grammar: Grammar) -> MaskCost | None:
-        """Of a grammar that is compiled."""
+        """Return the mask cost of a compiled grammar; None if it is not compiled."""
         compiled = self._kept.get(grammar)
         return None if compiled is None else compiled.cost
 
     def compile_again(self, grammar: Grammar) -> None:
-        """Has one more of the `originals` made, if that takes little time."""
+        """Compile one more instance of a grammar, if that takes little time."""
         compiled = self._kept.get(grammar)
         if compiled is None or compiled.error is not None or grammar in self._again:
             return
@@ -158,8 +169,10 @@ class GrammarCache:
             self._todo.put(grammar)
 
     def _has_room(self, grammar: Grammar) -> bool:
-        """For one more original; others that were compiled again are forgotten for it, those of the
-        least recently used grammar."""
+        """Return whether one more instance may be compiled, evicting others if necessary.
+
+        Those of the least recently used grammar are evicted, down to one.
+        """
         again = [one for one in self._kept.values() if len(one.originals) > 1]
         if sum(len(one.originals) - 1 for one in again) < MOST_AGAIN:
             return True
@@ -171,15 +184,18 @@ class GrammarCache:
         return True
 
     def replace(self, grammar: Grammar, full: Original, alone: bool) -> Original | None:
-        """Forgets an original whose lexer is full. Another one, compiled now if there is none left;
-        `alone`: one that nobody else copies. None where it cannot be compiled any more."""
+        """Replace an instance whose lexer is full, by another one or by compiling it again.
+
+        With `alone` the new instance is used by nobody else. Returns None if it cannot be compiled
+        any more.
+        """
         kept = self._kept.get(grammar)
         if kept is not None and full in kept.originals:
             kept.seconds *= 1 - 1 / len(kept.originals)
             kept.originals.remove(full)
         if kept is not None and kept.originals and not alone:
             return kept.originals[0]
-        log.info("the lexer of a grammar is full; the grammar is compiled anew")
+        log.info("the lexer of a grammar is full; compiling the grammar again")
         made = self._made(grammar, full.cost)
         if made.originals and not alone:
             self._kept[grammar] = made
@@ -188,19 +204,19 @@ class GrammarCache:
         return made.originals[0] if made.originals else None
 
     def prepare(self) -> None:
-        """Begins to read the tokenizer, so that the first grammar need not wait for it."""
+        """Start reading the tokenizer, so that the first grammar need not wait for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammars", daemon=True)
             self._thread.start()
             atexit.register(self._end)
 
     def wait(self, seconds: float) -> None:
-        """Until something has been compiled, or not so long."""
+        """Wait up to `seconds` until something has been compiled."""
         with suppress(queue.Empty):
             self._collected.append(self._done.get(timeout=seconds))
 
     def collect(self) -> list[Grammar]:
-        """Those that were compiled, well or not, since the last call."""
+        """Return the grammars that were compiled, or have failed, since the last call."""
         if not self.busy:
             return []
         with suppress(queue.Empty):
@@ -220,14 +236,14 @@ class GrammarCache:
         return new
 
     def _add(self, again: _Compiled) -> None:
-        """To what is kept of the same grammar, unless that was forgotten meanwhile."""
+        """Add a new instance to its grammar, unless that was evicted meanwhile."""
         self._again.discard(again.grammar)
         kept = self._kept.get(again.grammar)
         if kept is not None and again.originals:
             kept.add(again)
 
     def _are_too_many(self) -> bool:
-        """Of what is kept; the latest one always stays."""
+        """Return whether the cache exceeds its limits; the latest grammar always stays."""
         kept = self._kept.values()
         return len(kept) > 1 and (
             len(kept) > MOST_KEPT
@@ -236,13 +252,13 @@ class GrammarCache:
         )
 
     def _compile_all(self) -> None:
-        with suppress(BaseException):  # each grammar is told
+        with suppress(BaseException):  # reported with each grammar
             self._load()
         while (grammar := self._todo.get()) is not None and not self._ending:
             self._done.put(self._made(grammar))
 
     def _end(self) -> None:
-        """An interpreter that ends while the library is at work on another thread crashes."""
+        """Stop the thread: Python crashes if it exits while the library runs on another thread."""
         assert self._thread is not None
         self._ending = True
         self._todo.put(None)
@@ -262,11 +278,11 @@ class GrammarCache:
             compiled.originals.append(Original(matcher, cost))
         except EngineError as error:
             compiled.error = error
-        except BaseException as error:  # panics of the library are no Exceptions
-            log.exception("unexpected error in a grammar")
+        except BaseException as error:  # panics of the library are not Exceptions
+            log.exception("unexpected error while compiling a grammar")
             compiled.error = EngineError(f"the grammar could not be read: {type(error).__name__}")
         compiled.seconds = time.thread_time() - began
         if known is None and compiled.originals:
-            matcher.compute_bitmask()  # a second time, as all that follow
+            matcher.compute_bitmask()  # a second time, which is like all later ones
             cost.seconds = time.thread_time() - began - compiled.seconds
         return compiled

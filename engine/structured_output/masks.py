@@ -1,12 +1,13 @@
-"""Masks of many matchers by threads, what masks cost, and how many slow ones a round may have.
-A mask takes microseconds as a rule. Within the limits of engine.structured_output.compiler one can
-take ten milliseconds, and a request may have hundreds of prompts: everybody would wait for seconds
-at each of their tokens. So those whose masks are slow take turns.
+"""Computes masks of many matchers on threads, and limits slow masks per round.
 
-Many masks are computed by threads of the library, while the engine goes on. Matchers that are
-copies of one wait for each other (engine.structured_output.grammar_cache), so those are given
-together: threads take neighbours. Only the thread that calls them knows of these objects; the
-library's hold no lock of Python's.
+A mask usually takes microseconds. Within the limits of engine.structured_output.compiler one can
+take ten milliseconds, and a request may have hundreds of prompts: every request would wait for
+seconds at each of their tokens. So sequences with slow masks take turns.
+
+Many masks are computed by threads of the library, while the engine goes on. Copies of one matcher
+wait for each other (engine.structured_output.grammar_cache), so they are passed next to each other:
+a thread takes adjacent ones. Only the calling thread uses these objects; the library's threads do
+not hold the GIL.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 SLOW_SECONDS = 1e-3
-ROUND_SECONDS = 0.02  # for slow masks
-_NEWS = 0.2  # the part that the latest one has in what is known
+ROUND_SECONDS = 0.02  # total per round for slow masks
+_NEWS = 0.2  # weight of the latest mask in the mean
 
 
 @dataclass(eq=False, slots=True)
 class MaskCost:
-    """Of one grammar, whoever has it."""
+    """The mean duration of a grammar's masks, over all sequences that use it."""
 
-    seconds: float = 0.0  # that a mask takes, by one thread, lately
+    seconds: float = 0.0  # recent seconds per mask, on one thread
 
     @property
     def is_slow(self) -> bool:
         return self.seconds >= SLOW_SECONDS
 
     def note(self, seconds: float) -> None:
-        """One has taken so long."""
+        """Update the mean with the duration of one mask."""
         self.seconds += _NEWS * (seconds - self.seconds)
 
 
 class MaskBudget:
-    """Of a round."""
+    """The remaining time for slow masks in a round."""
 
     def __init__(self) -> None:
         self._left = ROUND_SECONDS
 
     def has_room(self, cost: MaskCost | None) -> bool:
-        """For one more, which counts from now on; the first one always has room."""
+        """Return whether one more mask fits, and count it; the first one always fits."""
         if cost is None or not cost.is_slow:
             return True
         if self._left <= 0:
@@ -59,11 +60,11 @@ class MaskBudget:
         return True
 
 
-Rows = Sequence[tuple["LLMatcher", int]]  # matchers, and the rows that their masks go to
+Rows = Sequence[tuple["LLMatcher", int]]  # (matcher, row to which its mask is written)
 
 
 class MaskThreads:
-    """So many threads of the library, which are made when they are needed."""
+    """The library's mask threads, created when they are first needed."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -72,8 +73,10 @@ class MaskThreads:
         self._under_way: Future[None] | None = None
 
     def compute(self, rows: Rows, out: NDArray[np.int32]) -> None:
-        """Writes masks to rows of out [n, words]. Raises what a matcher raises; then others may be
-        missing."""
+        """Write masks to rows of out [n, words].
+
+        Raises what a matcher raises; other masks may then be missing.
+        """
         if self._library is None:
             from llguidance import LLExecutor
 
@@ -82,8 +85,10 @@ class MaskThreads:
         self._library.unsafe_compute_mask_ptr(list(rows), out.ctypes.data, width, len(out))
 
     def begin(self, rows: Rows, out: NDArray[np.int32]) -> None:
-        """Likewise, but returns when that has begun. Nobody may use these matchers before `wait`.
-        Raises RuntimeError where there is no thread to be had."""
+        """Start `compute` in the background and return; do not use these matchers before `wait`.
+
+        Raises RuntimeError if no thread can be started.
+        """
         if self._caller is None:
             self._caller = ThreadPoolExecutor(1, "masks")
         begun = threading.Event()
@@ -94,14 +99,14 @@ class MaskThreads:
 
         try:
             self._under_way = self._caller.submit(compute)
-        except RuntimeError:  # no thread can be had; one that came later would still compute this
+        except RuntimeError:  # no thread can be started; one that is later would still run this
             self._caller = None
             raise
-        # Else that thread would ask this one for the interpreter, and get it when this one waits.
+        # Otherwise that thread would request the GIL, and get it only when this thread waits.
         begun.wait()
 
     def wait(self) -> None:
-        """Until what was begun is done, if anything was. Raises what `compute` raises."""
+        """Wait until what was begun, if anything, is done. Raises what `compute` raises."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()

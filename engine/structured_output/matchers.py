@@ -1,10 +1,9 @@
-"""GrammarMatchers: which tokens the grammar of each sequence allows next; bits on the host, no
-torch.
+"""GrammarMatchers: which tokens the grammar of each sequence allows next; does not import torch.
 
-A sequence's matcher follows what was drawn. `fill` asks the matchers of a step for their masks; on
-a GPU that goes on beside the model's step, whose logits the masks are laid on. Many masks are
-computed by threads (engine.structured_output.masks), and can be begun as soon as the last
-tokens are known.
+A sequence's matcher follows the sampled tokens. `fill` computes the masks of a step on the host. On
+a GPU this happens while the model's step runs, to whose logits the masks are applied. Many masks
+are computed by threads (engine.structured_output.masks), which may start as soon as the last tokens
+are known.
 """
 
 from __future__ import annotations
@@ -31,39 +30,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 8  # that compute masks
-SEVERAL = 16  # masks that are worth waking threads for, if each takes long:
+MOST_THREADS = 8  # threads that compute masks
+SEVERAL = 16  # Waking threads pays for this many masks, if each takes WORTH_SECONDS.
 WORTH_SECONDS = 8e-6
-LEARN_EVERY = 64  # so many batches one is computed by one thread, to know how long masks take
-CROWD = 8  # sequences whose matchers are copies of one: with more there should be another
+LEARN_EVERY = 64  # every this many batches one thread computes all masks, to measure their duration
+CROWD = 8  # sequences per instance of a grammar beyond which another one should be compiled
 
 
 @dataclass(slots=True)
 class _Text:
-    """What one sequence has written."""
+    """The text of one sequence."""
 
     grammar: Grammar
     original: Original
-    matcher: LLMatcher  # a copy of it
-    ends: frozenset[int]  # the tokens that end it
+    matcher: LLMatcher  # a copy of `original`'s
+    ends: frozenset[int]  # the tokens that end the text
     min_tokens: int
-    # The mask [words] of all but those that min_tokens rules out.
+    # The mask [words] of all tokens except those that min_tokens forbids.
     lasting: NDArray[np.uint32] | None
-    # Those which the latest mask holds because the text may end here, and for nothing else.
+    # Tokens in the latest mask only because the text may end here.
     ending: set[int] = field(default_factory=set)
-    written: array[int] = field(default_factory=lambda: array("i"))  # what the matcher has taken
+    # tokens that the matcher has consumed
+    written: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Masks that are computed before they are asked for."""
+    """Masks that are being computed before they are requested."""
 
     row_of: dict[int, int]  # by key
     masks: NDArray[np.int32]  # [rows, words]
 
 
 class GrammarMatchers:
-    """Of one model, whose texts each of `eos_token_ids` ends; up to `threads` compute masks."""
+    """The matchers of one model, whose texts end with any of `eos_token_ids`.
+
+    Up to `threads` threads compute masks.
+    """
 
     def __init__(
         self, grammars: GrammarCache, eos_token_ids: tuple[int, ...], threads: int = 1
@@ -73,10 +76,10 @@ class GrammarMatchers:
         self._most_originals = min(threads, MOST_THREADS)  # of a grammar: one for each thread
         self._threads = MaskThreads(self._most_originals)
         self._ahead: _Ahead | None = None
-        self._mask_seconds = 0.0  # of one of many, by one thread, lately
-        self._since_learning = 0  # batches
-        self._copies: Counter[Original] = Counter()  # that sequences have, of each
-        self._textual: NDArray[np.uint32] | None = None  # the mask of all that may be text
+        self._mask_seconds = 0.0  # recent seconds per mask in a large batch, on one thread
+        self._since_learning = 0  # number of batches
+        self._copies: Counter[Original] = Counter()  # number of sequences that use each instance
+        self._textual: NDArray[np.uint32] | None = None  # the mask of all tokens that may be text
         self._texts: dict[int, _Text] = {}  # by key
         self._rejected: dict[int, str] = {}
 
@@ -86,7 +89,7 @@ class GrammarMatchers:
         return self._grammars.tokens.words
 
     def admit(self, key: int, params: SamplingParams) -> None:
-        """A sequence begins, whose grammar, if it has one, is compiled."""
+        """Add a sequence; its grammar, if it has one, must be compiled."""
         if params.grammar is None:
             return
         originals = self._grammars.originals(params.grammar)
@@ -107,11 +110,11 @@ class GrammarMatchers:
         )
 
     def copies_of(self, original: Original) -> int:
-        """How many sequences have a copy of it."""
+        """Return how many sequences use a copy of this instance."""
         return self._copies[original]
 
     def release(self, keys: Iterable[int]) -> None:
-        """Forgets sequences; unknown keys are ignored."""
+        """Forget sequences; unknown keys are ignored."""
         if not (self._texts or self._rejected):
             return
         for key in keys:
@@ -121,17 +124,23 @@ class GrammarMatchers:
                 self._leave(text.original)
 
     def rows(self, keys: Sequence[int]) -> list[int]:
-        """Which of these sequences have a grammar."""
+        """Return the indices of the sequences that have a grammar."""
         if not self._texts:
             return []
         return [row for row, key in enumerate(keys) if key in self._texts]
 
     def fill(self, keys: Sequence[int], positions: Sequence[int], out: NDArray[np.int32]) -> None:
-        """Writes what each of these sequences, all with a grammar, may go on with: bit t of row i,
-        counted from the lowest bit of the first word, says that token t is allowed. `out` is
-        [len(keys), words]; positions[i] tokens have been drawn for it. Where min_tokens would leave
-        nothing it rules nothing out. A sequence that cannot go on is rejected, and everything
-        allowed."""
+        """Write the mask of allowed tokens for each of these sequences, which all have grammars.
+
+        Bit t of row i, counted from the lowest bit of the first word, says that token t is allowed.
+        Where min_tokens would leave nothing, it is ignored. A sequence that cannot go on is
+        rejected, and its mask allows everything.
+
+        Args:
+            keys: the sequences.
+            positions: how many tokens have been sampled for each.
+            out: [len(keys), words].
+        """
         texts = [self._texts[key] for key in keys]
         self._fill_raw(keys, texts, out)
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -148,7 +157,7 @@ class GrammarMatchers:
             if key in self._rejected:
                 bits[row] = 0xFFFFFFFF
                 continue
-            # Its bit alone does not say so: a grammar may ask for that token by its number.
+            # The bit alone does not say so, because a grammar may ask for that token by its number.
             ends = may_end[row] and text.matcher.is_accepting()
             if text.matcher.is_error() or not (goes_on[row] or (ends and text.ends)):
                 self._rejected[key] = reason(text.matcher)
@@ -165,7 +174,7 @@ class GrammarMatchers:
                     bits[row] = left
 
     def take(self, key: int, token: int) -> bool:
-        """A sequence with a grammar has drawn a token; whether nothing can follow it."""
+        """Advance a sequence by a sampled token; return whether nothing can follow it."""
         text = self._texts[key]
         if key in self._rejected or token in text.ending:
             return False
@@ -180,9 +189,10 @@ class GrammarMatchers:
         return False
 
     def _retry(self, text: _Text, redo: Callable[[], bool]) -> bool:
-        """Of a text whose matcher failed: if that was for want of room, in a lexer which others
-        have used too, does it with another original, the second time with one of its own. Whether
-        it was done."""
+        """Retry with another instance, if a matcher failed because its shared lexer is full.
+
+        The second try uses an instance of its own. Returns whether it succeeded.
+        """
         for alone in (False, True):
             if text.original.copies == 1 or not is_full(text.matcher):
                 return False
@@ -202,17 +212,19 @@ class GrammarMatchers:
             del self._copies[original]
 
     def _is_stuck(self, matcher: LLMatcher) -> bool:
-        """Whether no token of the model can follow, be it that the grammar allows none, or none
-        that tokens without all bytes can spell."""
+        """Return whether no token can follow, by the grammar or because no token spells it.
+
+        The latter happens only with tokens that lack some bytes.
+        """
         tokens = self._grammars.tokens
         if tokens.complete or matcher.is_stopped():
             return matcher.is_stopped()
         bits = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint32).reshape(1, -1)
         self._take_out_ends(bits)
-        return not bits.any() and not matcher.is_error()  # of which `fill` learns
+        return not bits.any() and not matcher.is_error()  # `fill` handles errors
 
     def _take_out_ends(self, bits: NDArray[np.uint32]) -> NDArray[np.bool_]:
-        """What is never text, of every row of [rows, words]; where the end was allowed, [rows]."""
+        """Clear the bits of tokens that are not text [rows, words]; return who may end [rows]."""
         if self._textual is None:
             ends = self._grammars.tokens.end, *self._eos_token_ids
             self._textual = _all_but(ends, self.words)
@@ -222,20 +234,22 @@ class GrammarMatchers:
         return may_end
 
     def rejected(self) -> dict[int, str]:
-        """The sequences that could not go on since the last call, and why."""
+        """Return the sequences that could not go on since the last call, and why."""
         rejected, self._rejected = self._rejected, {}
         return rejected
 
     def begin(self, keys: Sequence[int]) -> None:
-        """Has the masks computed that `fill` will be asked for next, if they are many enough to
-        gain by it. Until then nothing is taken in."""
+        """Start computing the masks for the next `fill`, if there are enough to pay.
+
+        Until then no tokens may be taken.
+        """
         self._land()
         going_on = [
             key
             for key in keys
             if (text := self._texts.get(key)) is not None
             and key not in self._rejected
-            and not text.original.cost.is_slow  # others may be not in the next step
+            and not text.original.cost.is_slow  # slow ones may not be in the next step
         ]
         if not self._are_worth_threads(len(going_on)):
             return
@@ -243,31 +257,31 @@ class GrammarMatchers:
         try:
             masks = np.empty((len(going_on), self.words), np.int32)
             self._threads.begin(self._together(texts), masks)
-        except Exception as error:  # there may be no thread to be had, nor memory
+        except Exception as error:  # no thread or no memory available
             _defect(error)
             return
         self._ahead = _Ahead({key: row for row, key in enumerate(going_on)}, masks)
 
     def _land(self) -> _Ahead | None:
-        """What was begun, when it is done."""
+        """Wait for what `begin` started, and return it; None if it failed or there is nothing."""
         ahead, self._ahead = self._ahead, None
         try:
             self._threads.wait()
         except BaseException as error:
-            _defect(error)  # one by one, it is seen whose it is
+            _defect(error)  # computing them one by one shows which one fails
             return None
         return ahead
 
     def _fill_raw(
         self, keys: Sequence[int], texts: Sequence[_Text], out: NDArray[np.int32]
     ) -> None:
-        """Every matcher's mask; those that raise are rejected."""
+        """Write every matcher's mask; sequences whose matcher raises are rejected."""
         ahead = self._land()
         if ahead is None:
             self._compute(keys, texts, out)
             return
         rows = np.array([ahead.row_of.get(key, -1) for key in keys])
-        np.take(ahead.masks, rows, axis=0, out=out, mode="wrap")  # which is quicker than "raise"
+        np.take(ahead.masks, rows, axis=0, out=out, mode="wrap")  # "wrap" is faster than "raise"
         new = np.flatnonzero(rows < 0).tolist()
         if new:
             masks = np.empty((len(new), self.words), np.int32)
@@ -280,7 +294,7 @@ class GrammarMatchers:
                 self._threads.compute(self._together(texts), out)
                 return
             except BaseException as error:
-                _defect(error)  # one by one, it is seen whose it is
+                _defect(error)  # computing them one by one shows which one fails
         began = last = time.perf_counter()
         address, size = _place(out, 0)
         for row, (key, text) in enumerate(zip(keys, texts, strict=True)):
@@ -288,12 +302,12 @@ class GrammarMatchers:
             before, last = last, time.perf_counter()
             if last - before >= SLOW_SECONDS or text.original.cost.is_slow:
                 text.original.cost.note(last - before)
-        if len(texts) >= SEVERAL:  # few take longer, for what they need is in no cache
+        if len(texts) >= SEVERAL:  # in small batches each takes longer, because caches are cold
             self._mask_seconds = (last - began) / len(texts)
             self._since_learning = 0
 
     def _compute_one(self, key: int, text: _Text, out: tuple[int, int]) -> bool:
-        """Its mask, to an address and so many bytes; whether there is one."""
+        """Write the mask to `out`, (address, bytes); return whether there is one."""
         try:
             text.matcher.unsafe_compute_mask_ptr(*out)
         except BaseException as error:
@@ -302,7 +316,7 @@ class GrammarMatchers:
         return not text.matcher.is_error()
 
     def _are_worth_threads(self, masks: int) -> bool:
-        """Whether so many are, most of which would not wait for the others."""
+        """Return whether threads pay for this many masks, most of which do not wait for others."""
         crowds = self._copies.values()
         if (
             masks < SEVERAL
@@ -315,7 +329,7 @@ class GrammarMatchers:
         return self._since_learning < LEARN_EVERY
 
     def _together(self, texts: Sequence[_Text]) -> list[tuple[LLMatcher, int]]:
-        """Matchers with their rows, copies of one next to each other."""
+        """Return (matcher, row), with copies of one instance next to each other."""
         numbers = {original: number for number, original in enumerate(self._copies)}
         order = [numbers[text.original] for text in texts]
         rows = sorted(range(len(texts)), key=order.__getitem__)
@@ -323,8 +337,11 @@ class GrammarMatchers:
 
 
 def _defect(error: BaseException) -> str:
-    """What is told of an error that a matcher raised; a panic of the library is no Exception, but
-    must cost one request only. Raises what ends the process."""
+    """Log an error that a matcher raised, and describe it for the client.
+
+    A panic of the library is not an Exception, but must fail only one request. Errors that end the
+    process are raised again.
+    """
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
     log.error("a matcher failed", exc_info=error)
@@ -332,13 +349,13 @@ def _defect(error: BaseException) -> str:
 
 
 def _place(out: NDArray[np.int32], row: int) -> tuple[int, int]:
-    """The address and the bytes of a row."""
+    """Return the address and the size in bytes of a row."""
     size = out.shape[1] * out.itemsize
     return out.ctypes.data + row * size, size
 
 
 def _all_but(tokens: Iterable[int], words: int) -> NDArray[np.uint32]:
-    """The mask [words] that has all other tokens."""
+    """Return the mask [words] of all tokens except these."""
     bits = np.full(words, 0xFFFFFFFF, np.uint32)
     for token in tokens:
         bits[token // 32] &= ~np.uint32(1 << token % 32)

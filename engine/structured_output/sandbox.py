@@ -1,10 +1,10 @@
-"""A process that compiles grammars to find out whether they can be: `python -m
-engine.structured_output.sandbox FOLDER VOCAB_SIZE SECONDS BYTES`.
+"""Sandbox: a process that compiles untrusted grammars, so that it can be killed.
 
-Grammars come on stdin and verdicts go to stdout, one for one, each as four bytes of length (least
-first) and a msgpack value: a Grammar, and null or a text that says what is wrong. A grammar
-that takes more than SECONDS of processor time or more than BYTES of memory ends the process, by
-SIGPROF or SIGABRT; whoever started it starts another one.
+Usage: `python -m engine.structured_output.sandbox FOLDER VOCAB_SIZE SECONDS BYTES`. For each
+Grammar on stdin it writes a verdict to stdout: null, or a text that says what is wrong. Each
+message is four bytes of length (little endian) and a msgpack value. A grammar that takes more than
+SECONDS of CPU time or more than BYTES of memory ends the process, by SIGPROF or SIGABRT; its parent
+starts another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from engine.protocol.sampling_params import Grammar
 
-if TYPE_CHECKING:  # whoever starts the process needs `frame` alone
+if TYPE_CHECKING:  # the parent process needs only `frame`
     from engine.structured_output.compiler import TextTokens
 
 LENGTH_BYTES = 4
@@ -31,7 +31,7 @@ STDERR = 2
 
 
 def frame(value: object) -> bytes:
-    """A value as it is sent."""
+    """Encode a message."""
     data = msgspec.msgpack.encode(value)
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
@@ -39,8 +39,10 @@ def frame(value: object) -> bytes:
 def check(
     tokens: TextTokens | InvalidRequest, grammar: Grammar, seconds: float, more: int
 ) -> str | None:
-    """What is wrong with a grammar; None when nothing is. Ends the process after `seconds`, or when
-    it takes `more` bytes than before."""
+    """Return what is wrong with a grammar; None if nothing is.
+
+    The process ends after `seconds` of CPU time, or when it needs `more` bytes than before.
+    """
     from engine.structured_output.compiler import check_grammar
 
     if isinstance(tokens, InvalidRequest):
@@ -61,8 +63,11 @@ def check(
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Nothing goes to stderr, which is the server's: the library complains there of its last
-    allocation, and who sends grammars should not write the server's log."""
+    """Discard output to stderr, which is the server's.
+
+    The library reports a failed allocation there, and clients' grammars must not write to the
+    server's log.
+    """
     stderr = os.dup(STDERR)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, STDERR)
@@ -75,25 +80,25 @@ def _silent() -> Iterator[None]:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """The next value; None at the end."""
+    """Read the next message; None at the end."""
     length = stream.read(LENGTH_BYTES)
     data = stream.read(int.from_bytes(length, "little"))
     return data if len(length) == LENGTH_BYTES else None
 
 
 def _limit_memory(more: int) -> None:
-    """Bounds the process to `more` bytes than it has now."""
+    """Limit the process to `more` bytes than it has now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def main(arguments: list[str]) -> None:
-    """Answers until stdin ends."""
+    """Answer until stdin ends."""
     from engine.structured_output.compiler import load_tokens
 
     folder, vocab_size, seconds, more = arguments
-    # What is sent to the whole process group is for the server, which then closes us.
+    # Signals to the whole process group are meant for the server, which then closes stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tokens: TextTokens | InvalidRequest
@@ -108,7 +113,7 @@ def main(arguments: list[str]) -> None:
         try:
             sys.stdout.buffer.write(verdict)
             sys.stdout.buffer.flush()
-        except BrokenPipeError:  # who asked was killed; nor can the interpreter flush at its end
+        except BrokenPipeError:  # the parent was killed; flushing at exit would fail too
             os._exit(0)
 
 

@@ -1,14 +1,14 @@
-"""JSON schemas as the library of grammars is to read them, and whether a model can write any text
-that a grammar accepts.
+"""Prepares JSON schemas for llguidance, and checks that a model can write any matching text.
 
-The library keeps numbers as doubles. So bounds become doubles that lie within them, and a constant
-that no double is equal to is refused, for the answer would be another one. And its own options,
-which may stand in a schema under `x-guidance`, come before ours.
+The library stores numbers as doubles. So bounds are rounded to doubles within them, and constants
+that are not doubles are refused, because the answer would differ. Options in a schema under
+`x-guidance`, the library's own, take precedence over ours.
 
-Tokens of every byte can write every text. Where bytes are missing (a vocabulary of 65 characters,
-say), a grammar may lead to a place that no token leaves. So a text is looked for before a model
-writes one: walks that end strings, lists and objects as soon as they may. Where none are missing,
-a few steps show whether the library goes on at all: it gives up where too much may come next.
+Tokens for every byte can spell every text. If bytes are missing (for example in a vocabulary of 65
+characters), a grammar may lead to a point from which no token goes on. So a text is searched for
+before a model writes one, by random walks that end strings, lists and objects as soon as possible.
+If no bytes are missing, a few steps show whether the library continues at all: it gives up if too
+much may come next.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 OPTIONS = "x-guidance"
-# Between the parts of JSON, as programs write it. With more freedom a small model writes blanks and
-# line breaks to its last token.
+# White space between the parts of JSON, as programs write it. With more freedom a small model
+# writes blanks and line breaks until its last token.
 WHITESPACE = r"\x20{1,2}|\x09|\x0D?\x0A[\x20\x09]{0,32}"
 _UPPER, _LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
 _CONSTANTS = "const", "enum", "multipleOf"
 _BY_NAME = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"
-_NOT_READ = "default", "example", "examples"  # nor what begins with x-
+_NOT_READ = "default", "example", "examples"  # nor keys that begin with x-
 
-# Of the walks that look for a text.
+# Limits of the walks that search for a text.
 MOST_WALKS = 32
 MOST_STEPS = 2048  # of one walk
-MOST_SECONDS = 0.5  # of processor time for all of them
-FEW_WALKS, FEW_STEPS, FEW_SECONDS = 3, 32, 0.1  # the same of `dead_end`
-_HASTE = 0.75  # how often a walk ends what it may end
+MOST_SECONDS = 0.5  # CPU time of all walks
+FEW_WALKS, FEW_STEPS, FEW_SECONDS = 3, 32, 0.1  # the same for `dead_end`
+_HASTE = 0.75  # probability that a walk ends what it may end
 _ENDS = (b"}", b"]", b'"')
 _NO_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 def prepared(text: str) -> str:
-    """The schema of that text, to be followed. Raises ValueError where it cannot be."""
+    """Return the schema in `text`, adapted to the library. Raises ValueError if it cannot be."""
     schema = json.loads(text)
     _bring_in(schema)
     if not isinstance(schema, dict):
         return json.dumps(schema)
     options = schema.get(OPTIONS, {})
     if not isinstance(options, dict):
-        raise ValueError(f"{OPTIONS}: has to be an object")
+        raise ValueError(f"{OPTIONS}: must be an object")
     if options.get("whitespace_flexible", True) is not False:
         schema[OPTIONS] = {"whitespace_pattern": WHITESPACE, **options}
     return json.dumps(schema)
 
 
 def _bring_in(schema: Any) -> None:
-    """Makes numbers such that the library keeps them."""
+    """Adapt the numbers in a schema, in place, to what the library can store."""
     left = [schema]
     while left:
         node = left.pop()
@@ -88,24 +88,24 @@ def _check(key: str, constant: Any) -> None:
             left += value
         elif type(value) is int and _double(key, value, 0) != value:
             raise ValueError(
-                f"{key}: {value} cannot be followed: of integers beyond 2**53 only those that are "
-                "doubles can"
+                f"{key}: {value} cannot be used: integers beyond 2**53 must be exactly "
+                "representable as doubles"
             )
 
 
 def _double(key: str, value: int, towards: float) -> int:
-    """The nearest integer that is a double, none beyond the value."""
+    """Return the nearest integer to `value` that is a double, not beyond it in this direction."""
     try:
         nearest = float(value)
     except OverflowError as error:
-        raise ValueError(f"{key}: an integer of this size cannot be followed") from error
+        raise ValueError(f"{key}: the integer is too large to be used") from error
     if (towards < 0 and nearest > value) or (towards > 0 and nearest < value):
         nearest = math.nextafter(nearest, towards)
     return int(nearest) if math.isfinite(nearest) else value
 
 
 def has_all_bytes(library: LLTokenizer) -> bool:
-    """Whether each byte that UTF-8 uses is a token of its own."""
+    """Return whether each byte that occurs in UTF-8 is a token of its own."""
     single = {
         text
         for token in range(library.vocab_size)
@@ -115,8 +115,10 @@ def has_all_bytes(library: LLTokenizer) -> bool:
 
 
 def can_spell(matcher: LLMatcher, library: LLTokenizer, end: int) -> bool:
-    """Whether a text was found that `matcher`, at its beginning, accepts; `end` is the bit of its
-    masks that says so."""
+    """Search for a text that `matcher`, at its beginning, accepts; return whether one was found.
+
+    `end` is the mask bit that says that the text may end.
+    """
     ends = [token for text in _ENDS for token in _tokens_of(library, text)]
     chance, until = random.Random(0), time.thread_time() + MOST_SECONDS
     for _ in range(MOST_WALKS):
@@ -139,8 +141,10 @@ def can_spell(matcher: LLMatcher, library: LLTokenizer, end: int) -> bool:
 
 
 def dead_end(matcher: LLMatcher, end: int) -> LLMatcher | None:
-    """Where the library gave up on every walk from a matcher's beginning; None where it did not on
-    one. `end` as in `can_spell`."""
+    """Return a matcher where the library gave up, if it did so on every walk; else None.
+
+    `matcher` is at its beginning; `end` is as in `can_spell`.
+    """
     chance, until = random.Random(0), time.thread_time() + FEW_SECONDS
     walk = matcher
     for _ in range(FEW_WALKS):
