@@ -1,12 +1,12 @@
-"""Checkpoints: a folder with config.json, model.safetensors and, for text, tokenizer.json.
+"""Reads and writes checkpoints: folders with config.json, model.safetensors and tokenizer.json.
 
 Weights may be split over several files with a model.safetensors.index.json, as Hugging Face does.
-Nothing of a checkpoint is trusted: names, shapes and dtypes are compared with what config.json
-describes before any weight is read, and nothing is ever unpickled. What cannot be read is a
-CheckpointError that says which file it is and why, never an OSError.
+Nothing in a checkpoint is trusted: names, shapes and dtypes are compared with config.json before
+any weight is read, and nothing is ever unpickled. A file that cannot be read raises a
+CheckpointError with its path and the reason, never an OSError.
 
 The matrices of a quantised checkpoint (`quantization` in config.json) are int8 or fp8 tensors, each
-with an fp32 `scale` beside its `weight`. It is what quantising at load makes, bit for bit.
+with an fp32 `scale` beside its `weight`. They are bitwise equal to those of quantisation at load.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from engine.models.quantized import quantize_weights, quantized_matrices
 
 BUNDLED = Path(__file__).parents[1] / "checkpoints"
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"  # of it, eos_token_id, which wins over config.json's
+GENERATION_CONFIG = "generation_config.json"  # its eos_token_id takes precedence over config.json's
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
-# A chat template and what it knows, where there is one.
+# A chat template and the files that it refers to, if there are any.
 CHAT = (
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -51,7 +51,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# safetensors' own names of types.
+# safetensors' names of types.
 _STORED_AS: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -63,20 +63,21 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def bundled_names() -> list[str]:
-    """Names of the checkpoints that ship with the package."""
+    """Return the names of the checkpoints that ship with the package."""
     return sorted(path.parent.name for path in BUNDLED.glob(f"*/{CONFIG}"))
 
 
 def resolve(model: str) -> Path:
-    """The folder of a bundled name, of an existing folder, or of a Hugging Face repo id.
+    """Return the folder of a model: a bundled name, an existing folder, or a Hugging Face repo id.
 
-    In this order. A repo id is fetched into (or found in) the hub's own cache. Raises
-    CheckpointError when it is none of these, with the bundled names, or cannot be read or fetched.
+    They are tried in this order. A repo id is downloaded to (or found in) the hub's own cache.
+    Raises CheckpointError, with the bundled names, if it is none of these or cannot be read or
+    downloaded.
     """
     if model in bundled_names():
         return BUNDLED / model
     if "\0" in model:
-        raise CheckpointError(f"no model {model!r}: no folder has a null character in its name")
+        raise CheckpointError(f"no model {model!r}: a name cannot contain a null character")
     folder = Path(os.path.expanduser(model))
     if has_folder(folder):
         return folder
@@ -86,7 +87,7 @@ def resolve(model: str) -> Path:
         return _fetch(model)
     raise CheckpointError(
         f"no model {model!r}: it is neither a folder, nor a Hugging Face repo id (owner/name), nor"
-        f" a bundled model (these are: {', '.join(bundled_names()) or 'none'})"
+        f" a bundled model (bundled models: {', '.join(bundled_names()) or 'none'})"
     )
 
 
@@ -94,7 +95,7 @@ def _fetch(repo: str) -> Path:
     from huggingface_hub import snapshot_download  # slow to import, and seldom needed
 
     try:
-        # Every error of the hub's client and of the connection below it is an OSError or a
+        # Every error of the hub's client, and of the connection below it, is an OSError or a
         # ValueError (huggingface_hub.errors).
         path = snapshot_download(
             repo,
@@ -110,16 +111,18 @@ def _fetch(repo: str) -> Path:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"no folder {repo!r} here, and Hugging Face could not give that repo: {reason}"
+            f"no folder {repo!r} here, and downloading that repo from Hugging Face failed: {reason}"
             f" (bundled models: {', '.join(bundled_names()) or 'none'})"
         ) from error
     return Path(path)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The folder's config.json, with the end-of-text tokens of its generation_config.json where
-    that names some. Raises CheckpointError when config.json is missing, the folder cannot be read
-    or the other file is wrong, ConfigError when config.json is invalid or cannot be read itself."""
+    """Read the folder's config.json, and end-of-text ids from its generation_config.json, if any.
+
+    Raises CheckpointError if config.json is missing, the folder cannot be read or the other file is
+    wrong; ConfigError if config.json is invalid or cannot be read.
+    """
     if not has_folder(folder):
         raise CheckpointError(f"{folder}: no such folder")
     path = folder / CONFIG
@@ -129,8 +132,11 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
-    """The config with the end-of-text tokens that the folder's generation_config.json names: those
-    alone. Without the file, or where it names none, it stays as it is. Raises CheckpointError."""
+    """Return the config with the end-of-text ids of the folder's generation_config.json.
+
+    These replace the config's own. Without the file, or if it names none, the config is unchanged.
+    Raises CheckpointError.
+    """
     path = folder / GENERATION_CONFIG
     if not has_file(path):
         return config
@@ -141,7 +147,7 @@ def with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
+        raise CheckpointError(f"{path}: must contain a JSON object")
     ids = values.get("eos_token_id")
     if ids is None:
         return config
@@ -159,15 +165,22 @@ def load_model(
     *,
     known_readable: bool = False,
 ) -> tuple[LM, ModelConfig]:
-    """The folder's model in evaluation mode, on `device`, in `dtype` (None: as it is stored).
+    """Load the folder's model, in evaluation mode.
 
-    `quantize` quantises the stored weights, whatever `dtype` is; the config that is returned says
-    so. None leaves the model as it is, quantised or not. `known_readable`: every byte of the files
-    has just been read (`fingerprint`), so that this need not be tried.
+    Args:
+        folder: the checkpoint.
+        device: where to put the weights.
+        dtype: type of the weights that are not quantised; None: as stored.
+        quantize: quantize the stored weights, whatever `dtype` is; the returned config says so.
+        None: leave them as they are, quantised or not.
+        known_readable: every byte of the files has just been read (`fingerprint`), so this need not
+        be checked.
 
-    Raises CheckpointError when a file is missing, unreadable or damaged, or when the weights are
-    not those that config.json describes; ConfigError when config.json is invalid, or when the
-    checkpoint is quantised in another way than `quantize` says.
+    Raises:
+        CheckpointError: a file is missing, unreadable or damaged, or the weights do not match
+        config.json.
+        ConfigError: config.json is invalid, or the checkpoint is quantised in another way than
+        `quantize`.
     """
     config = load_config(folder)
     expected = _expected(config)
@@ -178,14 +191,14 @@ def load_model(
     with ExitStack() as stack:
         stored = _open_weights(folder, stack, known_readable)
         _check_weights(folder, expected, stored)
-        # One tensor after the other, so that the unquantised ones are never held together.
+        # One tensor at a time, so that the unquantised ones are never in memory together.
         tensors: Iterator[tuple[str, Tensor]] = (
             (name, stored[name].get_tensor(name).to(device)) for name in expected
         )
         if quantize is not None and config.quantization is None:
             tensors = quantize_weights(tensors, quantized_matrices(model), quantize)
         try:
-            # copy: the tensors of an open file are views of it, and a file may be overwritten.
+            # copy=True: tensors of an open file are views of it, and the file may be overwritten.
             weights = {name: tensor.to(dtypes[name], copy=True) for name, tensor in tensors}
         except NotFiniteError as error:
             raise CheckpointError(f"{folder}: cannot be quantised: {error}") from error
@@ -201,9 +214,9 @@ def load_model(
 def quantized_config(
     config: ModelConfig, quantize: Quantization | None, source: Path
 ) -> ModelConfig:
-    """The config of a model of `source` after quantising it; None changes nothing.
+    """Return the config of the model at `source` after quantising it; None changes nothing.
 
-    Raises ConfigError where the model is quantised already, and in another way.
+    Raises ConfigError if the model is already quantised in another way.
     """
     if quantize is None or quantize == config.quantization:
         return config
@@ -217,14 +230,16 @@ def quantized_config(
 
 
 def quantize_model(model: LM, kind: Quantization) -> LM:
-    """A quantised copy of an unquantised model, on its device, in evaluation mode.
+    """Return a quantised copy of an unquantised model, on its device, in evaluation mode.
 
-    What is not quantised is shared. Raises NotFiniteError, naming the tensor, for weights that are
-    not finite, and ConfigError for a model that is quantised.
+    Tensors that are not quantised are shared. Raises NotFiniteError, naming the tensor, for weights
+    that are not finite, and ConfigError for a model that is already quantised.
     """
     config = model.config
     if config.quantization is not None:
-        raise ConfigError(f"the model is quantised as {config.quantization}", param="quantize")
+        raise ConfigError(
+            f"the model is already quantised as {config.quantization}", param="quantize"
+        )
     with torch.device("meta"):
         quantized = registry.build(dataclasses.replace(config, quantization=kind))
     weights = quantize_weights(model.state_dict().items(), quantized_matrices(quantized), kind)
@@ -233,14 +248,14 @@ def quantize_model(model: LM, kind: Quantization) -> LM:
 
 
 def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -> None:
-    """Writes config.json and model.safetensors with the weights rounded to `dtype`; what is
-    quantised stays so, and config.json says it.
+    """Write config.json and model.safetensors, with the weights rounded to `dtype`.
 
-    Each file is replaced as a whole, so that an interrupted save never leaves half a file.
+    Quantised weights stay quantised, and config.json says so. Each file is replaced as a whole, so
+    an interrupted save never leaves a partial file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtypes = _dtypes(model, DTYPES[dtype])
-    # copy: safetensors refuses tensors that share memory.
+    # copy=True: safetensors refuses tensors that share memory.
     weights = {
         name: tensor.detach().to("cpu", dtypes[name], copy=True).contiguous()
         for name, tensor in model.state_dict().items()
@@ -252,17 +267,16 @@ def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -
     quantization = model.config.quantization
     dataclasses.replace(config, dtype=dtype, quantization=quantization).save(partial)
     os.replace(partial, folder / CONFIG)
-    # safetensors makes its file private; whoever may read the config may read the weights.
+    # safetensors creates a private file; whoever may read the config may read the weights.
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256, in hex, over the bytes of config.json and of every weights file.
+    """Return the SHA-256, in hex, over the bytes of config.json and of every weights file.
 
-    It says which model a state belongs to; where a text ends (generation_config.json) is no part of
-    that. Every byte is read: a few seconds for the largest
-    models, once per start, and no two models that differ anywhere share it. Raises CheckpointError
-    for files that are missing or cannot be read.
+    It identifies the model to which a state belongs; generation_config.json (where a text ends) is
+    not part of it. Every byte is read once per start, a few seconds for the largest models. Raises
+    CheckpointError for files that are missing or cannot be read.
     """
     total = hashlib.sha256()
     for path in [folder / CONFIG, *_weight_files(folder)]:
@@ -288,7 +302,7 @@ def _weight_files(folder: Path) -> list[Path]:
         except OSError as error:
             raise unreadable(index, error) from error
         for name in names:
-            # A name with a folder in it could point anywhere on this machine.
+            # A name with a folder in it could refer to any file of this machine.
             if not isinstance(name, str) or Path(name).name != name:
                 raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
     for name in names:
@@ -298,7 +312,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[str, Any]:
-    """Each tensor's name and the open file that holds it."""
+    """Return the open file that contains each tensor, by the tensor's name."""
     stored: dict[str, Any] = {}
     for path in _weight_files(folder):
         if not known_readable:
@@ -311,7 +325,7 @@ def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[
             raise CheckpointError(
                 f"{path}: damaged or incomplete, not a whole safetensors file ({error})"
             ) from error
-        for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+        for name in file.keys():  # noqa: SIM118 (the file is not a mapping)
             if name in stored:
                 raise CheckpointError(f"{path}: tensor {name!r} is also in another file")
             stored[name] = file
@@ -319,8 +333,10 @@ def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[
 
 
 def _dtypes(model: LM, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Each tensor's type where the model is held or stored in `dtype`: quantised weights and their
-    scales have types of their own."""
+    """Return each tensor's type if the model is held or stored in `dtype`.
+
+    Quantised weights and their scales have their own types.
+    """
     matrices = quantized_matrices(model)
     own = {*matrices, *matrices.values()}
     return {
@@ -329,7 +345,7 @@ def _dtypes(model: LM, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _expected(config: ModelConfig) -> dict[str, tuple[list[int], str]]:
-    """The shape of every tensor that the config describes, and safetensors' name of its type."""
+    """Return the shape and safetensors' type name of every tensor that the config describes."""
     with torch.device("meta"):
         model = registry.build(config)
     dtypes = _dtypes(model, DTYPES[config.dtype])
@@ -359,9 +375,9 @@ def _contradictions(
             continue
         tensor = stored[name].get_slice(name)
         if tensor.get_shape() != shape:
-            yield f"tensor {name!r} has the shape {tensor.get_shape()}, {CONFIG} makes it {shape}"
+            yield f"tensor {name!r} has shape {tensor.get_shape()}, {CONFIG} requires {shape}"
         elif tensor.get_dtype() != dtype:
-            yield f"tensor {name!r} is stored as {tensor.get_dtype()}, {CONFIG} makes it {dtype}"
+            yield f"tensor {name!r} is stored as {tensor.get_dtype()}, {CONFIG} requires {dtype}"
     for name in stored:
         if name not in expected:
             yield f"tensor {name!r} is unexpected"

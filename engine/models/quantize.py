@@ -1,16 +1,17 @@
-"""Weight-only quantisation of one matrix: 8-bit values and one fp32 scale per output row.
+"""Weight-only quantisation of a matrix: 8-bit values and one fp32 scale per output row.
 
-w[row, :] ~ values[row, :] * scale[row]. Activations, biases and everything that is no matrix stay
-as they are. Both 8-bit types fit into bfloat16, float16 and float32 without rounding, so that a
+w[row, :] ~ values[row, :] * scale[row]. Activations, biases and everything except matrices stay
+unquantised. Both 8-bit types convert to bfloat16, float16 and float32 without rounding. So a
 product with the values, summed in fp32 and scaled once per output, adds no error of its own.
 
-The scale puts the row's largest magnitude at the type's largest value, divided by whichever
-headroom of HEADROOM leaves the row the smallest squared error. Measured on the bundled models and
-on normal, uniform and Student-t(4) matrices, as the root mean square error against plain abs-max:
+The scale maps the row's largest magnitude to the type's largest value, divided by the headroom (one
+of HEADROOM) that gives the row the smallest squared error. Root mean square error against plain
+abs-max, on the bundled models and on normal, uniform and Student-t(4) matrices:
 
-- int8: clipping (headroom 0.7 to 0.97) gains at most 0.1 %, so abs-max is all that is tried.
-- fp8 e4m3: steps are relative, so the scale only decides where between two powers of two the row's
-  values lie; eight places lower the error by 3 to 8 %, four by 2 to 8 %, clipping by about 1 %.
+- int8: clipping (headroom 0.7 to 0.97) gains at most 0.1 %, so only abs-max is tried.
+- fp8 e4m3: steps are relative, so the scale only decides where the row's values lie between two
+  powers of two. Eight positions lower the error by 3 to 8 %, four by 2 to 8 %, clipping by about 1
+  %.
 
 The same matrix gives the same bits on every device and with any number of threads.
 """
@@ -26,32 +27,38 @@ QUANTIZED_DTYPES: dict[Quantization, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
-# The largest magnitude that is used: int8 is symmetric (-128 is left out).
+# The largest magnitude used: int8 is symmetric (-128 is not used).
 LARGEST: dict[Quantization, float] = {"int8": 127.0, "fp8": 448.0}
 HEADROOM: dict[Quantization, tuple[float, ...]] = {
     "int8": (1.0,),
     "fp8": tuple(2.0 ** (step / 8) for step in range(8)),
 }
 
-# Elements that are worked on at once: what is made of them stays in a CPU's second-level cache, and
-# keeps a GPU busy.
+# Elements processed at once: they stay in a CPU's L2 cache, and keep a GPU busy.
 _BLOCK = {"cpu": 2**16, "cuda": 2**24}
-_EXPONENT = 0x7F800000  # its bits in a float32
+_EXPONENT = 0x7F800000  # exponent bits of a float32
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class NotFiniteError(ValueError):
-    """A weight is infinite or not a number: no scale fits it."""
+    """A weight is infinite or NaN, so no scale fits it."""
 
 
 def quantize(
     weight: Tensor, kind: Quantization, headroom: tuple[float, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """weight [rows, columns], any float type -> values [rows, columns] of the kind's type and
-    scale [rows] fp32, finite and positive, on the same device.
+    """Quantise a matrix.
 
-    `headroom` replaces the kind's own candidates. Raises NotFiniteError where the weights are not
-    finite.
+    Raises NotFiniteError if a weight is not finite.
+
+    Args:
+        weight: [rows, columns], any float type.
+        kind: the 8-bit type.
+        headroom: candidates instead of those of `kind`.
+
+    Returns:
+        values [rows, columns] of the kind's type, and scale [rows] fp32, finite and positive, on
+        the same device.
     """
     candidates = HEADROOM[kind] if headroom is None else headroom
     values = torch.empty(weight.shape, dtype=QUANTIZED_DTYPES[kind], device=weight.device)
@@ -64,23 +71,23 @@ def quantize(
 
 
 def dequantize(values: Tensor, scale: Tensor) -> Tensor:
-    """values [rows, columns], scale [rows] -> [rows, columns] fp32."""
+    """Return the matrix fp32 [rows, columns] of values [rows, columns] and scale [rows]."""
     return widen(values) * scale.unsqueeze(1)
 
 
 def widen(values: Tensor) -> Tensor:
-    """The 8-bit values in fp32, exactly; those of fp8 must be finite."""
+    """Convert 8-bit values to fp32, exactly; fp8 values must be finite."""
     if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu":
         return values.float()
-    # On a CPU torch widens fp8 value by value. e4m3's seven lower bits are in place where float16
-    # has its exponent's lower four and its mantissa's upper three, after a shift; the exponents'
-    # biases differ by 8. Sign extension has filled bit 14 as well, which is the exponent's first.
+    # On a CPU torch converts fp8 value by value. After a shift, the lower seven bits of e4m3 are
+    # where float16 has the lower four of its exponent and the upper three of its mantissa; the
+    # exponents' biases differ by 8. Sign extension has also set bit 14, the exponent's highest.
     half = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     return half.view(torch.float16).float().mul_(2.0**8)
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no 8-bit value is a NaN (e4m3 has no infinities, int8 has neither)."""
+    """Return whether no 8-bit value is NaN (e4m3 has no infinities, int8 has neither)."""
     if values.dtype == torch.int8:
         return True
     return not bool((values.view(torch.int8).bitwise_and(0x7F) == 0x7F).any())
@@ -105,7 +112,7 @@ def _quantize_rows(
 
 
 def _scale(largest: Tensor, kind: Quantization, headroom: float) -> Tensor:
-    # Rows of zeros, or of numbers that no scale resolves, become zeros.
+    # Rows of zeros, or of numbers too small for any scale, become zeros.
     return (largest * (headroom / LARGEST[kind])).clamp_(min=_LEAST_SCALE)
 
 
@@ -114,7 +121,7 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _row_errors(weight: Tensor, scale: Tensor, kind: Quantization, headroom: float) -> Tensor:
-    """Squared errors [rows] in units of the scale without headroom, where none overflows."""
+    """Return squared errors [rows], in units of the scale without headroom to avoid overflow."""
     exact = _scaled(weight, scale)
     scaled = exact.clamp(-LARGEST[kind], LARGEST[kind])
     rounded = scaled.round() if kind == "int8" else _rounded_to_e4m3(scaled)
@@ -122,18 +129,23 @@ def _row_errors(weight: Tensor, scale: Tensor, kind: Quantization, headroom: flo
 
 
 def _rounded_to_e4m3(x: Tensor) -> Tensor:
-    """x, up to 448, at the nearest value of e4m3, still fp32: many times as fast on a CPU as the
-    way through the type and back, with the same result."""
-    # The steps of e4m3 are 1/8 of the power of two below x, but never less than 2^-9. Adding 1.5
-    # times 2^23 steps leaves fp32 no digit below a step.
+    """Round x (up to 448) to the nearest e4m3 value, in fp32.
+
+    On a CPU this is many times as fast as converting to the type and back, with the same result.
+    """
+    # The steps of e4m3 are 1/8 of the power of two below x, but at least 2^-9. Adding 1.5 * 2^23
+    # steps makes fp32 round to a whole step.
     power = x.abs().clamp_(min=2.0**-6).view(torch.int32).bitwise_and_(_EXPONENT)
     shift = power.view(torch.float32).mul_(1.5 * 2.0**20)
     return (x + shift).sub_(shift)
 
 
 def _row_sums(x: Tensor) -> Tensor:
-    """Sums [rows] of x [rows, columns], which it spoils, as a tree whose shape the columns alone
-    decide: torch.sum differs in its last bits from machine to machine, and a scale must not."""
+    """Return the sums [rows] of x [rows, columns], overwriting x.
+
+    They are added as a tree whose shape depends only on the number of columns. torch.sum differs in
+    its last bits between machines, and a scale must not.
+    """
     columns = x.shape[1]
     while columns > 1:
         half = columns // 2

@@ -1,12 +1,11 @@
-"""Quantised matrices as modules: QuantLinear and QuantEmbedding stand where a model whose config
-names a quantisation would have torch's own.
+"""Modules for quantised matrices: QuantLinear and QuantEmbedding, in place of torch's own.
 
-Both hold `weight`, 8-bit [rows, columns], and `scale`, fp32 [rows] (engine/models/quantize.py).
-They are the reference that quicker implementations are compared with: a product reads the whole
-8-bit matrix into the activations' type first. That is exact and works on every device, fp8 on the
-CPU included, but it is slower than an unquantised product.
+Both have `weight`, 8-bit [rows, columns], and `scale`, fp32 [rows] (engine/models/quantize.py).
+They are the reference for faster implementations: a product first converts the whole 8-bit matrix
+to the activations' type. That is exact and works on every device, including fp8 on the CPU, but is
+slower than an unquantised product.
 
-A model that holds them takes no gradients.
+A model with these modules cannot be trained.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from engine.models.quantize import QUANTIZED_DTYPES, NotFiniteError, dequantize,
 class _QuantMatrix(nn.Module):
     """`weight` [rows, columns] and `scale` [rows]; zeros and ones until weights are loaded.
 
-    The weight is a parameter and the scale is none, so that a model counts as many parameters as
-    it has unquantised.
+    Only the weight is a parameter, so a model has as many parameters as when unquantised.
     """
 
     scale: Tensor
@@ -39,8 +37,10 @@ class _QuantMatrix(nn.Module):
         self.register_buffer("scale", torch.ones(rows, dtype=torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves to another device. `model.to(dtype)`, which comes here too, is for the rest of the
-        model: weight and scale keep their types."""
+        """Move to another device, but keep the types of weight and scale.
+
+        `model.to(dtype)` also calls this; its dtype is meant for the rest of the model.
+        """
         weight, scale = self.weight.data, self.scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.dtype != weight.dtype:
@@ -50,10 +50,10 @@ class _QuantMatrix(nn.Module):
         return self
 
     def product(self, x: Tensor) -> Tensor:
-        """x [..., columns] times the transposed matrix -> [..., rows], fp32.
+        """Multiply x [..., columns] by the transposed matrix; return fp32 [..., rows].
 
-        The 8-bit values are exact in every type of x; their products are summed in fp32 and scaled
-        once, so only the sums' rounding is left.
+        The 8-bit values are exact in every type of x. Products are summed in fp32 and scaled once,
+        so the only error is the rounding of the sums.
         """
         if x.is_cuda and x.dtype != torch.float32:
             rows = x.flatten(0, -2)  # [n, columns]
@@ -80,12 +80,12 @@ class QuantLinear(_QuantMatrix):
 
 
 class QuantEmbedding(_QuantMatrix):
-    """torch.nn.Embedding with a quantised table, one scale per token; also the head when tied."""
+    """torch.nn.Embedding with a quantised table, one scale per token; also the head if tied."""
 
     def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """tokens [...] int32 or int64 -> [..., columns] in `dtype`."""
+        """Look up tokens [...] int32 or int64; return [..., columns] in `dtype`."""
         flat = tokens.flatten()
-        # As bytes, for torch gathers no fp8 rows on some devices.
+        # As bytes, because torch cannot gather fp8 rows on some devices.
         values = self.weight.view(torch.int8).index_select(0, flat).view(self.weight.dtype)
         rows = dequantize(values, self.scale.index_select(0, flat))
         return rows.to(dtype).view(*tokens.shape, -1)
@@ -94,14 +94,14 @@ class QuantEmbedding(_QuantMatrix):
 def linear(
     config: ModelConfig, inputs: int, outputs: int, *, bias: bool
 ) -> nn.Linear | QuantLinear:
-    """The linear map that a model of this config has: torch.nn.Linear, or QuantLinear."""
+    """Return the linear map for a model of this config: torch.nn.Linear or QuantLinear."""
     if config.quantization is None:
         return nn.Linear(inputs, outputs, bias=bias)
     return QuantLinear(inputs, outputs, bias, config.quantization)
 
 
 def quantized_matrices(model: nn.Module) -> dict[str, str]:
-    """State-dict names of the model's quantised weights, each with the name of its scale."""
+    """Return the state-dict names of the model's quantised weights, each with its scale's name."""
     return {
         f"{name}.weight": f"{name}.scale"
         for name, module in model.named_modules()
@@ -112,10 +112,10 @@ def quantized_matrices(model: nn.Module) -> dict[str, str]:
 def quantize_weights(
     weights: Iterable[tuple[str, Tensor]], matrices: dict[str, str], kind: Quantization
 ) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors of an unquantised model -> those of the quantised one, one by one.
+    """Convert the named tensors of an unquantised model to those of the quantised one, one by one.
 
-    `matrices`: `quantized_matrices` of the latter. Raises NotFiniteError, naming the tensor, where
-    a weight is not finite.
+    `matrices` are the `quantized_matrices` of the latter. Raises NotFiniteError, naming the tensor,
+    if a weight is not finite.
     """
     for name, tensor in weights:
         if name not in matrices:

@@ -1,7 +1,7 @@
-"""Which family of models a config describes, and how to build one.
+"""Registry of model families: finds the family of a config and builds its model.
 
-A family is a folder of engine/models with a model in plain torch. Its recurrences are cells; a
-config names one, and no two families have a cell in common.
+A family is a folder of engine/models with a model in plain torch. Its recurrences are cells. A
+config names a cell, and no two families have a cell in common.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from engine.models.minrnn.lm import CELLS, LM
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of model, one folder beside this file."""
+    """A family of models, one folder beside this file."""
 
-    name: str  # the folder's
+    name: str  # name of the folder
     cells: frozenset[str]
-    build: Callable[[ModelConfig], LM]  # with random weights, on torch's default device
+    # returns a model with random weights, on torch's default device
+    build: Callable[[ModelConfig], LM]
 
 
 FAMILIES = (Family("minrnn", frozenset(CELLS), LM),)
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that computes such a model. Raises ConfigError where none does."""
+    """Return the family of models with this config's cell. Raises ConfigError if there is none."""
     for family in FAMILIES:
         if config.cell in family.cells:
             return family
     known = sorted(cell for family in FAMILIES for cell in family.cells)
     raise ConfigError(
-        f"no family of models has cell {config.cell!r}; known cells: {', '.join(known)}",
+        f"no model family has the cell {config.cell!r}; known cells: {', '.join(known)}",
         param="cell",
     )
 
 
 def build(config: ModelConfig) -> LM:
-    """An untrained model of this config, on torch's default device. Raises ConfigError."""
+    """Return an untrained model of this config, on torch's default device. Raises ConfigError."""
     return family_of(config).build(config)

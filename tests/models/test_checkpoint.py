@@ -158,10 +158,10 @@ def _misshape(folder: Path) -> None:
         (_duplicate, r"'embedding\.weight' is also in another file"),
         (_lose_a_tensor, r"'layers\.1\.cell\.gates\.weight' \[90, 20\] is missing"),
         (_add_a_tensor, r"tensor 'extra' is unexpected"),
-        (_misshape, r"'norm\.weight' has the shape \[7\], config\.json makes it \[20\]"),
-        (lambda folder: edit_config(folder, dtype="bfloat16"), "stored as F32, .* makes it BF16"),
+        (_misshape, r"'norm\.weight' has shape \[7\], config\.json requires \[20\]"),
+        (lambda folder: edit_config(folder, dtype="bfloat16"), "stored as F32, .* requires BF16"),
         (lambda folder: edit_config(folder, d_model=24), r"shape \[29, 20\], .* \[29, 24\].*more"),
-        (lambda folder: edit_config(folder, cell="mingru"), r"\[90, 20\], .* makes it \[60, 20\]"),
+        (lambda folder: edit_config(folder, cell="mingru"), r"\[90, 20\], .* requires \[60, 20\]"),
         (lambda folder: edit_config(folder, n_layers=1), r"'layers\.1\..*' is unexpected"),
         (lambda folder: edit_config(folder, tie_embeddings=True), r"'head\.weight' is unexpected"),
     ],
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_refused(
     ("text", "message"),
     [
         ("{", "not valid JSON"),
-        ("[]", "must hold a JSON object"),
+        ("[]", "must contain a JSON object"),
         ('{"cell": "lstm", "vocab_size": 1, "d_model": 1, "n_layers": 1}', "cell is 'lstm'"),
         ('{"cell": "mingru"}', "'vocab_size' is missing"),
     ],
@@ -336,7 +336,7 @@ class TestEndsOfText:
             load_config(folder)
 
     @pytest.mark.parametrize(
-        ("text", "says"), [("{", "not valid JSON"), ("[]", "must hold a JSON object")]
+        ("text", "says"), [("{", "not valid JSON"), ("[]", "must contain a JSON object")]
     )
     def test_a_generation_config_that_is_none(self, text: str, says: str, folder: Path) -> None:
         write_generation_config(folder, text)
@@ -363,7 +363,7 @@ class TestResolve:
         monkeypatch.setattr(checkpoint, "BUNDLED", folder.parent)
         monkeypatch.chdir(folder)  # what lies around elsewhere must not decide
         for name in ("modle", "./no/such/folder", "/no/such", "a/b/c", "../x"):
-            with pytest.raises(CheckpointError, match=r"bundled model \(these are: model\)"):
+            with pytest.raises(CheckpointError, match=r"bundled model \(bundled models: model\)"):
                 resolve(name)
 
     def test_a_file_is_no_folder(self, folder: Path) -> None:
@@ -394,7 +394,7 @@ class TestResolve:
 
     def test_a_hub_that_cannot_give_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        with pytest.raises(CheckpointError, match="no folder 'owner/absent' here, and Hugging"):
+        with pytest.raises(CheckpointError, match="no folder 'owner/absent' here, and downloading"):
             resolve("owner/absent")
 
 

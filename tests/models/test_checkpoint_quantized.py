@@ -164,11 +164,11 @@ def _widen(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
         (_make_nan, r"'head\.scale' has values that are not positive"),
         (_make_negative, r"'layers\.0\.mlp\.up\.scale' has values that are not positive"),
         (_lose_a_scale, r"'layers\.1\.cell\.gates\.scale' \[90\] is missing"),
-        (_cut_a_scale, r"'head\.scale' has the shape \[7\], config\.json makes it \[29\]"),
-        (_widen("head.scale", torch.bfloat16), r"'head\.scale' is stored as BF16, .* it F32"),
-        (_widen("head.weight", torch.bfloat16), r"'head\.weight' is stored as BF16, .* it (I8|F8)"),
-        (_widen("norm.weight", torch.int8), r"'norm\.weight' is stored as I8, .* makes it BF16"),
-        (lambda folder: edit_config(folder, quantization=None), r"as (I8|F8_E4M3), .* it BF16"),
+        (_cut_a_scale, r"'head\.scale' has shape \[7\], config\.json requires \[29\]"),
+        (_widen("head.scale", torch.bfloat16), r"'head\.scale' is stored as BF16, .* requires F32"),
+        (_widen("head.weight", torch.bfloat16), r"'head\.weight' is stored as BF16, .* requires (I8|F8)"),
+        (_widen("norm.weight", torch.int8), r"'norm\.weight' is stored as I8, .* requires BF16"),
+        (lambda folder: edit_config(folder, quantization=None), r"as (I8|F8_E4M3), .* requires BF16"),
         (lambda folder: edit_config(folder, tie_embeddings=True), r"'embedding\.scale'.*missing"),
     ],
 )  # fmt: skip
@@ -185,14 +185,14 @@ def test_a_checkpoint_of_the_other_kind_is_refused(folder: Path) -> None:
     kind = load_config(folder).quantization
     stored, claimed = ("I8", "fp8") if kind == "int8" else ("F8_E4M3", "int8")
     edit_config(folder, quantization=claimed)
-    with pytest.raises(CheckpointError, match=rf"stored as {stored}, config\.json makes it"):
+    with pytest.raises(CheckpointError, match=rf"stored as {stored}, config\.json requires"):
         load_model(folder, "cpu")
 
 
 def test_an_unquantised_checkpoint_that_claims_to_be_quantised(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", OPTIONS)
     edit_config(folder, quantization="int8")
-    with pytest.raises(CheckpointError, match=r"stored as BF16, config\.json makes it I8"):
+    with pytest.raises(CheckpointError, match=r"stored as BF16, config\.json requires I8"):
         load_model(folder, "cpu")
 
 

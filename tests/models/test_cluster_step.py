@@ -418,7 +418,7 @@ def test_a_step_has_a_head_or_a_norm() -> None:
     table, norm = torch.zeros(5, 128).bfloat16(), torch.ones(128).bfloat16()
     gates: dict[str, Any] = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
     for head, given in ((table, norm), (None, None)):
-        with pytest.raises(RuntimeError, match="there must be a head or a norm"):
+        with pytest.raises(RuntimeError, match="either a head or a norm is required"):
             ClusterProgram(table, [layer_of()], head, None, norm=given, eps=1e-6, **gates)
     with pytest.raises(RuntimeError, match=r"norm must be contiguous bfloat16 \[128\]"):
         ClusterProgram(table, [layer_of()], None, None, norm=norm[:64], eps=1e-6, **gates)

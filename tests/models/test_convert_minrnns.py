@@ -179,8 +179,8 @@ def test_unnormalised_gates_are_a_different_function() -> None:
     [
         ("layers.0.1.running_mean", (WIDTH,), "'layers.0.1.running_mean' shows BatchNorm"),
         ("layer_in.weight", (WIDTH, 3), "'layer_in.weight' shows a model of vectors"),
-        ("to_out.weight", (9, WIDTH), r"'to_out.weight' has the shape \[9, 16\] .* \[31, 16\]"),
-        ("to_out.bias", (VOCAB,), r"'to_out.bias' \[31\] belongs to no known layout"),
+        ("to_out.weight", (9, WIDTH), r"'to_out.weight' has shape \[9, 16\], .* \[31, 16\]"),
+        ("to_out.bias", (VOCAB,), r"'to_out.bias' \[31\] is not part of a known layout"),
         ("layers.1.2.init_hidden_state", (INNER,), "layers.1 differs from layers.0"),
     ],
 )

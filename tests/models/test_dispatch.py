@@ -262,10 +262,10 @@ def test_what_was_measured_is_not_measured_again(
     first = backend_of(CHAIN, LIBRARY, CLUSTERS, tuning=TuningCache(file))
     with caplog.at_level("INFO"):
         first.prepare([16, 64], [64], [])
-        assert "3 by measuring, 0 as measured before" in caplog.text and len(compared) == 3
+        assert "3 by measuring, 0 from earlier measurements" in caplog.text and len(compared) == 3
         again = backend_of(CHAIN, LIBRARY, CLUSTERS, tuning=TuningCache(file))
         again.prepare([16, 64, 128], [64], [])
-    assert "1 by measuring, 3 as measured before" in caplog.text and len(compared) == 4
+    assert "1 by measuring, 3 from earlier measurements" in caplog.text and len(compared) == 4
     assert again.chosen["step"] == {16: CLUSTERS, 64: CLUSTERS, 128: CLUSTERS}
     # Other competitors: what was said of those says nothing of these.
     other = backend_of(CHAIN, CLUSTERS, tuning=TuningCache(file))

@@ -31,7 +31,7 @@ def of_another_cell() -> LM:
 def test_no_kernel_takes_a_cell_for_another() -> None:
     model = of_another_cell()
     assert cpu.supports(LM(CONFIG)) is None
-    assert cpu.supports(model) == "cell 'hgrn', kernels have mingru and minlstm"
+    assert cpu.supports(model) == "cell 'hgrn', but kernels support only mingru and minlstm"
     with pytest.raises(ValueError, match="hgrn"):
         CpuBackend(model)
     assert isinstance(select_backend(model, CPU), EagerBackend)
@@ -41,7 +41,9 @@ def test_no_kernel_takes_a_cell_for_another() -> None:
 def test_no_kernel_on_a_gpu_takes_a_cell_for_another() -> None:
     cuda, model = torch.device("cuda"), of_another_cell().to("cuda", torch.bfloat16)
     for path in (fused_gemm, cublas, persistent_decode, cluster_decode):
-        assert path.supports(model, cuda) == "cell 'hgrn', kernels have mingru and minlstm"
+        assert (
+            path.supports(model, cuda) == "cell 'hgrn', but kernels support only mingru and minlstm"
+        )
     served = select_backend(model, cuda)
     assert isinstance(served, EagerBackend)
     assert [path.name for path in served.paths] == ["torch"]

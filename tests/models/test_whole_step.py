@@ -484,7 +484,7 @@ def test_refuses_what_does_not_fit() -> None:
         Program([Phase(kind="embed", weight=table), ends], **how).run(
             tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
         )
-    with pytest.raises(RuntimeError, match="8-bit weights have a scale"):
+    with pytest.raises(RuntimeError, match="8-bit weights must have a scale"):
         narrow = Phase(kind="logits", weight=table.to(torch.int8))
         Program([Phase(kind="embed", weight=table), narrow], **how)
     with pytest.raises(RuntimeError, match=r"norm must be contiguous torch.bfloat16 \[64\]"):

@@ -1,1 +1,1 @@
-"""How a model's steps are computed on each device."""
+"""Implementations of the models for each kind of device, and the choice among them."""

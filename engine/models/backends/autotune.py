@@ -1,10 +1,10 @@
-"""Which of several ways to compute the same is the quickest on a GPU, found by timing them.
+"""Autotuning: finds the fastest of several ways to compute the same on a GPU, by timing them.
 
-TunedProducts does so with matrix products. The library chooses its kernel, tile and cluster of
-blocks for a product by a rule, which needs up to a third more time than the best of what it has. So
-torch's call and the algorithms that the library names are timed once for each shape that a caller
-asks for, with the model's own weights, one after another as a step reads them. Products of other
-shapes are torch's.
+TunedProducts does this for matrix products. cuBLASLt chooses kernel, tile and cluster size of a
+product by a heuristic, which takes up to a third longer than the best of its algorithms. So torch's
+call and the algorithms that the library offers are timed once for each shape that a caller asks
+for, with the model's own weights, one after another as a step reads them. Products of other shapes
+use torch's call.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ from engine.ops.cublaslt import product_, product_algorithms
 
 Run = Callable[[], object]
 
-_ROUNDS = 3  # the best of which counts
-_ALIKE = 1.01  # times that are no further apart tell nothing
-# The device is held up while all that is timed is given to it, or the host's pace would be timed:
-# clocks for each second that this takes, more than a GPU has in one.
+_ROUNDS = 3  # rounds, of which the best counts
+_ALIKE = 1.01  # times within this factor count as equal
+# The device is held up while everything to be timed is launched, or the host's pace would be
+# measured: clock cycles per second of launching, more than a GPU has in one.
 _CLOCKS = 3e9
-# What takes so many milliseconds can keep a device at the limit of its power, which it may exceed
-# for a moment and not for good: what is as quick but for this factor is run for so many
-# milliseconds before its time counts, and for so many while it does.
+# Work that takes this many milliseconds can keep a device at its power limit, which it may exceed
+# briefly but not for long. Candidates within the factor _NEARLY are therefore run for _UNTIL_STEADY
+# milliseconds before they are timed, and for _STEADY while they are.
 _LONG = 1.0
 _NEARLY = 1.12
 _UNTIL_STEADY, _STEADY = 120.0, 60.0
-_MOST_WEIGHTS = 24  # in a round of products: what is given to a device at once has a limit
+_MOST_WEIGHTS = 24  # in a round of products: the device's launch queue is limited
 
 
 def quickest_of(runs: Sequence[Run]) -> int:
-    """Which of them keeps the device busy for the shortest time; of those that are alike the first,
-    so that noise has less of a part in it. Raises what they raise."""
+    """Return the index of the run that keeps the device busy for the shortest time.
+
+    Of equally fast ones it is the first, so that noise matters less. Raises what the runs raise.
+    """
     return _first_of_the_best(_times(runs))
 
 
 def quickest_graph_of(runs: Sequence[Run], *, lasting: bool) -> int:
-    """The same of CUDA graphs of them: kernels follow one another sooner there. `lasting`: those
-    that take a millisecond or more are compared under a load that lasts, a second for all."""
+    """Return the index of the fastest run when captured in CUDA graphs, as `quickest_of` does.
+
+    Kernels follow one another faster in a graph. `lasting`: runs of a millisecond or more are
+    compared under sustained load, a second for all.
+    """
     graphs = _captured(runs)
     times = _times([graph.replay for graph in graphs])
     best = min(times)
@@ -68,8 +73,8 @@ def _captured(runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
     for run in runs:
         run()  # loads its kernels, which a capture does not allow
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # which a capture could not do when it needs memory
-    # One after another they may use the same memory: nobody wants their results.
+    torch.cuda.empty_cache()  # a capture could not do this when it needs memory
+    # They may share memory when run one after another, since nobody needs their results.
     pool, graphs = torch.cuda.graph_pool_handle(), []
     for run in runs:
         graph = torch.cuda.CUDAGraph()
@@ -83,7 +88,7 @@ def _captured(runs: Sequence[Run]) -> list[torch.cuda.CUDAGraph]:
 
 
 def _keep_busy(graph: torch.cuda.CUDAGraph, time: float, milliseconds: float) -> int:
-    """Replays it for about so long; how many times."""
+    """Replay the graph for about `milliseconds`; return how many times."""
     count = max(1, round(milliseconds / time))
     for _ in range(count):
         graph.replay()
@@ -91,7 +96,7 @@ def _keep_busy(graph: torch.cuda.CUDAGraph, time: float, milliseconds: float) ->
 
 
 def _lasting_time(graph: torch.cuda.CUDAGraph, about: float) -> float:
-    """Milliseconds of a replay among many."""
+    """Return the milliseconds of a replay under sustained load."""
     _keep_busy(graph, about, _UNTIL_STEADY)
     begin = _mark()
     count = _keep_busy(graph, about, _STEADY)
@@ -102,26 +107,26 @@ def _lasting_time(graph: torch.cuda.CUDAGraph, about: float) -> float:
 
 
 def works(run: Run) -> bool:
-    """Whether this can be run at all, to its end. Raises what is no answer to that."""
+    """Return whether `run` can be executed. Raises errors that do not answer this."""
     try:
         run()
         _finish()
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # no memory, or a device in error
+        if type(error) is not RuntimeError:  # out of memory, or a device error
             raise
-        _finish()  # raises where the device is lost
+        _finish()  # raises if the device is lost
         return False
     return True
 
 
 def _finish() -> None:
-    """Waits for the device, if one is used."""
+    """Wait for the device, if one is used."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _times(runs: Sequence[Run]) -> list[float]:
-    """Milliseconds that each keeps the device busy."""
+    """Return how many milliseconds each run keeps the device busy."""
     for run in runs:
         run()  # loads its kernels
     start = perf_counter()
@@ -151,16 +156,18 @@ class _Shape(NamedTuple):
     tokens: int
     rows: int
     inputs: int
-    add: bool  # to what is there
-    single: bool  # float32, of inputs of 16 bits
+    add: bool  # accumulate into the output
+    single: bool  # float32 output of 16-bit inputs
 
     def __str__(self) -> str:
         return " ".join(str(int(value)) for value in self)
 
 
 class TunedProducts:
-    """Matrix products by the quickest of the library's algorithms: x weight^T of tensors on a GPU
-    in bfloat16 or float16. `tuning`: what was measured before; None: everything is measured."""
+    """Matrix products x weight^T by the fastest cuBLASLt algorithm, for 16-bit types on a GPU.
+
+    `tuning` has earlier measurements; None: everything is measured.
+    """
 
     def __init__(self, tuning: TuningCache | None = None) -> None:
         self._tuning = TuningCache() if tuning is None else tuning
@@ -174,8 +181,10 @@ class TunedProducts:
         add: bool = False,
         single: bool = False,
     ) -> None:
-        """Looks for the quickest way to multiply `tokens` rows with each of `weights`, all of one
-        shape; where there is no memory to try in, that is torch's. Waits for the device."""
+        """Find the fastest way to multiply `tokens` rows with each of `weights`, all of one shape.
+
+        If memory is too short to try, it is torch's call. Waits for the device.
+        """
         with suppress(torch.OutOfMemoryError):
             self._tune(weights, tokens, add, single)
 
@@ -211,7 +220,7 @@ class TunedProducts:
         if known is not None:
             self._chosen[shape] = None if known < 0 else found[known]
             return
-        # The library does not promise that what it names runs.
+        # The library does not guarantee that every algorithm it offers runs.
         algorithms = [one for one in found if works(partial(by, one))]
         quickest = quickest_of([by_torch, *(partial(by, one) for one in algorithms)])
         if quickest > 0:
@@ -219,7 +228,7 @@ class TunedProducts:
         self._tuning.add_product(str(shape), algorithms[quickest - 1].tolist() if quickest else [])
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [tokens, inputs], weight [rows, inputs] -> [tokens, rows]."""
+        """Return x weight^T: x [tokens, inputs], weight [rows, inputs] -> [tokens, rows]."""
         algorithm = self._algorithm(x, weight)
         if algorithm is None:
             return torch.mm(x, weight.t())
@@ -228,7 +237,7 @@ class TunedProducts:
         return out
 
     def add_(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
-        """out [tokens, rows] += x weight^T."""
+        """Add x weight^T to out [tokens, rows]."""
         algorithm = self._algorithm(x, weight, add=True)
         if algorithm is None:
             out.addmm_(x, weight.t())
@@ -236,7 +245,7 @@ class TunedProducts:
             product_(out, x, weight, algorithm, add=True)
 
     def single(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `product`, in float32: sums are not rounded."""
+        """Return x weight^T in float32, without rounding the sums."""
         algorithm = self._algorithm(x, weight, single=True)
         if algorithm is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -252,12 +261,12 @@ class TunedProducts:
 
 
 def _fits(shape: _Shape, weight: Tensor) -> bool:
-    """Whether rows begin where product_ wants them."""
+    """Return whether rows are aligned as product_ requires."""
     bytes_out = 4 if shape.single else weight.element_size()
     return not (shape.inputs * weight.element_size() % 16 or shape.rows * bytes_out % 16)
 
 
 def _enough(weight: Tensor) -> int:
-    """How many weights of this size no cache has all of: those of a step come from memory."""
+    """Return how many weights of this size exceed the L2 cache, as those of a step do."""
     cache: int = torch.cuda.get_device_properties(weight.device).L2_cache_size
     return min(_MOST_WEIGHTS, 1 + 2 * cache // weight.nbytes)

@@ -1,5 +1,7 @@
-"""ClusterDecode: a small LM's decode step of up to about a hundred sequences in one kernel
-(engine/ops/cluster_decode.py)."""
+"""ClusterDecode: a small LM's decode step of up to about a hundred sequences in one kernel.
+
+The kernel is engine/ops/cluster_decode.py.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
 
-# Every cluster of blocks reads all weights of the layers. They need not stay in the cache from step
-# to step: what one cluster asks for, others have just had. Up to so many were measured.
+# The largest measured size. Every cluster of blocks reads all weights of the layers; they need not
+# stay in the cache between steps, since what one cluster requests, others have just read.
 _MOST_WEIGHTS = 67_000_000
 
 NAME = "cluster_decode"
-#: More rows have clusters take turns on some GPUs.
+# With more rows, clusters take turns on some GPUs.
 ROWS_AT_ONCE = 96
 
 
 def takes(config: ModelConfig) -> bool:
-    """Whether the kernel has been built for such widths, and its weights are few. What
-    `lacks_hopper_kernels` asks is taken as given."""
+    """Return whether the kernel was built for these widths and the model is small enough.
+
+    The conditions of `lacks_hopper_kernels` are assumed.
+    """
     layer = config.d_model * (
         (config.gates + 1) * config.inner
         + 2 * config.mlp_hidden
@@ -51,21 +55,22 @@ def takes(config: ModelConfig) -> bool:
 
 
 def supports(model: LM, device: torch.device) -> str | None:
-    """Why ClusterDecode does not run `model`, whose weights are on `device`; None: it does."""
+    """Return why ClusterDecode cannot run `model`, whose weights are on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
     if reason is None and not takes(model.config):
-        return "not a small model of the widths that its kernels have"
+        return "not a small model of the widths for which its kernels were built"
     return reason
 
 
 class ClusterDecode:
-    """Steps of `model`, which `supports` takes, with a packed copy of its weights as they are
-    now, norms' included."""
+    """Decode steps of `model`, which must pass `supports`.
+
+    It has a packed copy of the weights as they are now, with the norms' weights folded in.
+    """
 
     @classmethod
     def of(cls, model: LM) -> Self | None:
-        """None on GPUs, or parts of one, without room for a cluster, or for a copy of the
-        weights."""
+        """Create it; None if the GPU, or part of one, has no room for a cluster or for the copy."""
         with suppress(torch.OutOfMemoryError):
             step, state = cls(model), model.new_state(1)
             padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
@@ -76,7 +81,7 @@ class ClusterDecode:
     @torch.no_grad()
     def __init__(self, model: LM) -> None:
         config = model.config
-        #: Whether steps end before the head, of which they give hidden states then.
+        # Whether steps end before the head, and return hidden states.
         self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
         norm = model.norm.weight.detach()
         head = model.embedding if model.head is None else model.head
@@ -94,17 +99,19 @@ class ClusterDecode:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As ModelBackend.step, or with hidden states [batch, d_model] instead."""
+        """Run a step as ModelBackend.step does; returns hidden states if `ends_with_hidden`."""
         return self._program.run(tokens, slots, state.cell, state.conv)
 
 
 def paths(model: LM, head: SeparateHead) -> list[ExecutionPath]:
-    """The path by clusters of `model`, which `supports` takes; none where the device has no room.
-    Where steps end before the head, `head` follows."""
+    """Return the execution path by clusters; none if the device has no room.
+
+    If steps end before the head, `head` is applied to their hidden states.
+    """
     clusters = ClusterDecode.of(model)
     if clusters is None:
         return []
-    steps = range(1, sys.maxsize)  # of which those that have no room at once take turns
+    steps = range(1, sys.maxsize)  # rows beyond one pass take turns
     unmeasured: dict[Workload, range] = {"step": range(1, ROWS_AT_ONCE + 1)}
     if not clusters.ends_with_hidden:
         return [
@@ -156,5 +163,8 @@ def _layer(layer: Layer) -> ClusterLayer:
 
 
 def _times_norm(weight: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """RMSNorm(x) W^T = (x / rms) (weight * W)^T; rounded once more, unless all weights are ones."""
+    """Fold a norm into the weight: RMSNorm(x) W^T = (x / rms) (weight * W)^T.
+
+    This rounds once more, unless all norm weights are 1.
+    """
     return weight * norm.weight.detach()

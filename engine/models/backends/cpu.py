@@ -1,12 +1,12 @@
-"""CpuBackend: an LM whose weights are laid out for the processor, with one operator call per step.
+"""CpuBackend: an LM with weights packed for the CPU, and one operator call per step.
 
-All weights lie in one block of memory, in the order in which a step reads them;
-csrc/cpu_model/plan.h draws the layout of a matrix and the operators' pages
-(engine/ops/cpu_model.py) say what is computed.
+All weights are in one block of memory, in the order in which a step reads them.
+csrc/cpu_model/plan.h draws the layout of a matrix; engine/ops/cpu_model.py describes what is
+computed.
 
-Sums are fp32 and every output is summed in one order, whatever else is in the batch: a row's logits
-have the same bits at every batch size, slot and number of threads, and reading a prompt differs
-from stepping through it by the rounding of the scan's carries alone.
+Sums are fp32, and every output is summed in one order whatever else is in the batch. So a row's
+logits have the same bits at every batch size, slot and number of threads, and reading a prompt
+differs from decoding it token by token only by the rounding of the scan's carries.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from engine.models.state import ModelState, new_state
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 _VERSION = 2
-_PANEL = 16  # outputs of a panel
-_GROUP = 4  # panels side by side; where three gates alternate, three
-_LINE = 64  # bytes of a cache line: where every tensor begins
+_PANEL = 16  # outputs in a panel
+_GROUP = 4  # panels side by side; three if three gates alternate
+_LINE = 64  # bytes of a cache line, to which every tensor is aligned
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def supports(model: LM) -> str | None:
-    """Why `model` cannot be packed; None: it can, on the CPU, its weights float32 or bfloat16
-    throughout, apart from int8 matrices with a scale per row."""
+    """Return why `model` cannot be packed; None: it can.
+
+    It can if it is on the CPU and its weights are float32 or bfloat16 throughout, except for int8
+    matrices with a scale per row.
+    """
     if any(weight.device.type != "cpu" for weight in model.parameters()):
         return "not on a CPU"
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
@@ -44,7 +47,7 @@ def supports(model: LM) -> str | None:
 
 
 def _panels(weight: Tensor, gates: int) -> Tensor:
-    """weight [gates * outputs, inputs] -> [panels, 16, inputs], the gates' panels alternating."""
+    """Cut weight [gates * outputs, inputs] into [panels, 16, inputs], alternating between gates."""
     outputs = weight.shape[0] // gates
     count = -(-outputs // _PANEL)
     padded = weight.new_zeros(gates, count * _PANEL, *weight.shape[1:])
@@ -54,8 +57,10 @@ def _panels(weight: Tensor, gates: int) -> Tensor:
 
 
 def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
-    """weight [gates * outputs, inputs], float32, bfloat16 or int8 -> the same numbers in the order
-    of csrc/cpu_model/plan.h, flat."""
+    """Pack weight [gates * outputs, inputs], float32, bfloat16 or int8 (csrc/cpu_model/plan.h).
+
+    Returns the same numbers in another order, flat.
+    """
     panels = _panels(weight, gates)  # [panels, 16, inputs]
     per_step = 1 if weight.dtype == torch.float32 else 2
     if panels.shape[2] % per_step:
@@ -68,12 +73,12 @@ def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
 
 
 def pack_vector(vector: Tensor, gates: int = 1) -> Tensor:
-    """vector [gates * outputs] -> fp32 [panels * 16], in the order of the packed outputs."""
+    """Pack vector [gates * outputs] as fp32 [panels * 16], in the order of the packed outputs."""
     return _panels(vector.detach().float(), gates).flatten()
 
 
 class _Block:
-    """Memory for packed tensors, one after the other; without a size it only counts."""
+    """Memory for packed tensors, one after the other; without a size it only counts bytes."""
 
     def __init__(self, size: int | None = None) -> None:
         self.used = 0
@@ -81,12 +86,12 @@ class _Block:
         if size is not None:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                # A step walks through all of it, and would look up 4 KB pages all the way.
+                # A step reads all of it, which would need too many TLB entries with 4 KB pages.
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
 
     def place(self, tensor: Tensor) -> int:
-        """Copies `tensor` in and returns its offset in bytes."""
+        """Copy `tensor` in, and return its offset in bytes."""
         offset, size = self.used, tensor.numel() * tensor.element_size()
         self.used += -(-size // _LINE) * _LINE
         if self.memory is not None:
@@ -96,10 +101,10 @@ class _Block:
 
 
 class _Writer:
-    """Lays a model out in a block; `plan` are the numbers that csrc/cpu_model/plan_check.cpp reads.
+    """Writes a model into a block; `plan` has the numbers that csrc/cpu_model/plan_check.cpp reads.
 
-    With `take`, a weight leaves the model as soon as it is packed, so that the model is never in
-    memory twice.
+    With `take`, each weight is removed from the model once it is packed, so that the model is never
+    in memory twice.
     """
 
     def __init__(self, block: _Block, take: bool) -> None:
@@ -130,7 +135,7 @@ class _Writer:
     def matrix(
         self, module: nn.Module | None, half: bool, gates: int = 1, bias: Tensor | None = None
     ) -> None:
-        """Type, weights, scale and bias of a linear map, or that there is none."""
+        """Write type, weights, scale and bias of a linear map, or that there is none."""
         if module is None:
             self.numbers(int(half), -1, -1, -1)
             return
@@ -139,7 +144,7 @@ class _Writer:
         if weight.dtype == torch.int8:
             scale = cast("Tensor", module.scale)
             if not weight.is_meta and bool((weight == -128).any()):
-                raise ValueError("an int8 matrix holds -128; allowed: -127 to 127")
+                raise ValueError("an int8 matrix contains -128; allowed: -127 to 127")
         if bias is None:
             bias = cast("Tensor | None", getattr(module, "bias", None))
         self.numbers(_KINDS[weight.dtype], self.block.place(pack_matrix(self._read(weight), gates)))
@@ -148,7 +153,7 @@ class _Writer:
         self._done(weight)
 
     def table(self, module: nn.Module, half: bool, tied: bool) -> None:
-        """The embedding, by rows; nothing when it is tied to the head."""
+        """Write the embedding by rows; nothing if it is tied to the head."""
         weight = cast("Tensor", module.weight)
         if tied:
             self.numbers(int(half), -1, -1)
@@ -200,9 +205,9 @@ class _Writer:
 
 
 class CpuBackend:
-    """`model`, laid out for the processor, with the same three reads as LM.
+    """A ModelBackend of `model`, packed for the CPU.
 
-    model: what `supports` takes. With `take` its weights are moved: it is empty afterwards.
+    `model` must pass `supports`. With `take` its weights are moved, and it is empty afterwards.
     Raises ValueError for a model that cannot be packed, or an int8 matrix with -128 in it.
     """
 
@@ -210,7 +215,7 @@ class CpuBackend:
         reason = supports(model)
         if reason is not None:
             raise ValueError(
-                f"only float32 or bfloat16 models on the CPU, or int8 ones, are packed: {reason}"
+                f"only float32, bfloat16 or int8 models on the CPU can be packed: {reason}"
             )
         self.config: ModelConfig = model.config
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
@@ -227,18 +232,18 @@ class CpuBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the packed weights, all of which a step reads (but for an untied embedding)."""
+        """Bytes of the packed weights; a step reads all of them except an untied embedding."""
         return self._weights.numel()
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
-        """As ModelBackend.prepare: there is nothing to choose."""
+        """Do nothing, because there are no kernels to choose; see ModelBackend.prepare."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As LM.prefill; the hidden states [tokens, d_model] are fp32.
+        """Read packed prompts, as LM.prefill does; the hidden states [tokens, d_model] are fp32.
 
         Raises RuntimeError for tokens, slots or sequence bounds out of range.
         """
@@ -247,25 +252,25 @@ class CpuBackend:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """One token of every sequence: tokens [batch], slots [batch] int32 (negative: the row is
-        skipped, its logits mean nothing) -> logits fp32 [batch, vocab_size].
+        """Read one token of every sequence.
 
-        Raises RuntimeError for tokens or slots out of range.
+        tokens [batch], slots [batch] int32 (negative: the row is skipped, its logits are undefined)
+        -> logits fp32 [batch, vocab_size]. Raises RuntimeError for tokens or slots out of range.
         """
         return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
 
     def step_to_bests(self, rows: int) -> None:
-        """As ModelBackend.step_to_bests: a step has all logits."""
+        """Return None, because a step computes all logits; see ModelBackend.step_to_bests."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden fp32 [n, d_model] -> fp32 [n, vocab_size]."""
+        """Return the logits fp32 [n, vocab_size] of hidden fp32 [n, d_model]."""
         return lm_logits(hidden, self._weights, self._plan)
 
     def initial_state_rows(self) -> Tensor:
-        """Every layer's h_0: [layers, inner] fp32."""
+        """Return every layer's h_0: [layers, inner] fp32."""
         return self._initial
 
     def new_state(self, rows: int) -> ModelState:
-        """State for `rows` sequences that have read nothing yet."""
+        """Return the state of `rows` sequences that have read nothing."""
         return new_state(self.config, rows, self._initial)

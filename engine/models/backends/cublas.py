@@ -1,11 +1,11 @@
-"""CublasPath: an LM whose matrix products are the library's, with one kernel between two of them.
+"""CublasPath: an LM with cuBLASLt matrix products, and one kernel between two of them.
 
-For many tokens nothing multiplies quicker than the library; what it leaves undone between its
-products would take half as long again. A layer is four products and two kernels: a cell's step (or
-norm and scan), and GELU. The residual stream is added up by the products themselves, and norms have
-left their weights in the matrices that read them (engine/ops/fused_norm.py).
+For many tokens nothing multiplies faster than the library, but the work between its products would
+take half as long again as separate operators. A layer is four products and two kernels: a cell's
+step (or norm and scan), and GELU. The products themselves add to the residual stream, and the
+norms' weights have been folded into the matrices after them (engine/ops/fused_norm.py).
 
-A caller that has quicker kernels for the middle of a layer, from the out projection to GELU, brings
+A caller with faster kernels for the middle of a layer, from the out projection to GELU, can pass
 them (`Middle`).
 """
 
@@ -31,28 +31,29 @@ from engine.models.minrnn.lm import LM, Layer
 from engine.models.state import ModelState, Step
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 
-_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
-_Recur = Callable[[int, Layer, Tensor], Tensor]  # ..., x -> h
-#: layer, h, x -> an MLP's hidden channels, past GELU, or None without one. Adds the out projection
-#: to x, its bias included, and, when the MLP's norm has been seen to, the bias of its lower half.
+_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer index, module, x
+_Recur = Callable[[int, Layer, Tensor], Tensor]  # layer index, module, x -> h
+# layer, h, x -> an MLP's hidden channels after GELU, or None without an MLP. It adds the out
+# projection with its bias to x and, once the MLP's norm has been computed, the bias of the MLP's
+# down projection.
 Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
 
 
 NAME = "cublas"
 NAME_AROUND = "cublas around fused_gemm"  # the middle of a layer is FusedGemmPath's
 
-# Steps of more rows and prompts of more tokens are read with products of the library where nothing
-# was timed: its large tiles fill the GPU, and they outweigh the two kernels a layer more. Measured
-# on an H200.
+# If nothing was timed, larger steps and prompts use products of the library: its large tiles fill
+# the GPU, and outweigh the two extra kernels per layer. Measured on an H200.
 _MOST_ROWS = 192
-_MOST_ROWS_OF_SMALL_LAYERS = 1024  # of less than _SMALL weights: fewer kernels for longer
+# for layers of less than _SMALL weights, where fewer kernels pay for longer
+_MOST_ROWS_OF_SMALL_LAYERS = 1024
 _SMALL = 4_000_000
 _MOST_TOKENS = 192
-_MOST_TOKENS_WITH_CONV = 384  # which the library's products would have three kernels more for
+_MOST_TOKENS_WITH_CONV = 384  # with the library's products a convolution needs three more kernels
 
 
 def supports(model: LM, device: torch.device) -> str | None:
-    """Why CublasPath does not run `model`, whose weights are on `device`; None: it does."""
+    """Return why CublasPath cannot run `model`, whose weights are on `device`; None: it can."""
     config = model.config
     reason = lacks_bfloat16_kernels(model, device)
     if reason is not None:
@@ -65,7 +66,7 @@ def supports(model: LM, device: torch.device) -> str | None:
 
 
 def unmeasured_sizes(model: LM) -> Mapping[Workload, range]:
-    """Sizes of which products of the library are taken on Hopper where nothing was timed."""
+    """Return the sizes at which library products are used on Hopper if nothing was timed."""
     if model.config.conv_kernel:
         return {"prompt": range(_MOST_TOKENS_WITH_CONV + 1, sys.maxsize)}
     layer = next(iter(model.layers))
@@ -75,9 +76,10 @@ def unmeasured_sizes(model: LM) -> Mapping[Workload, range]:
 
 
 class CublasPath:
-    """`model`, which `supports` takes, with its own `head`.
+    """Execution of `model`, which must pass `supports`, with cuBLASLt and its own `head`.
 
-    Gives it other weights, as move_norm_weights does. `tuning`: which products were the quickest.
+    It changes the model's weights, as move_norm_weights does. `tuning` has earlier measurements of
+    products.
     """
 
     def __init__(self, model: LM, head: LmHead, tuning: TuningCache | None = None) -> None:
@@ -90,8 +92,10 @@ class CublasPath:
 
     @torch.no_grad()
     def tune(self, tokens: Iterable[int], logits: Iterable[int]) -> None:
-        """Looks for the quickest products of so many tokens, and of so many rows of logits. Waits
-        for the device."""
+        """Find the fastest products for these numbers of tokens, and of rows of logits.
+
+        Waits for the device.
+        """
         for count in tokens:
             for module in ("cell.gates", "mlp.up"):
                 self._products.tune(self._weights(module), count)
@@ -99,29 +103,29 @@ class CublasPath:
                 self._products.tune(self._weights(module), count, add=True)
         for count in logits:
             self._products.tune([self._head.weight], count, single=True)
-        torch.cuda.empty_cache()  # of what was multiplied
+        torch.cuda.empty_cache()  # memory of the measurements
 
     def tune_logits(self, rows: Collection[int]) -> None:
-        """The same of so many rows of logits alone."""
+        """Find the fastest products for these numbers of rows of logits only."""
         self.tune([], rows)
 
     @torch.no_grad()
     def tune_around(self, tokens: Iterable[int]) -> None:
-        """The same of so many tokens that are read with a Middle."""
+        """Find the fastest products for these numbers of tokens, read with a Middle."""
         for count in tokens:
             self._products.tune(self._weights("cell.gates"), count)
             self._products.tune(self._weights("mlp.down"), count, add=True)
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # memory of the measurements
 
     def _weights(self, module: str) -> list[Tensor]:
-        """Of this module of all layers, where they have it."""
+        """Return the weights of this module in all layers; empty if they do not have it."""
         if module.startswith("mlp") and not self._model.config.mlp_hidden:
             return []
         return [cast("nn.Linear", layer.get_submodule(module)).weight for layer in self._layers]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As LM.logits."""
+        """Return the logits; see LM.logits."""
         logits, bias = self._products.single(hidden, self._head.weight), self._head.bias
         return (logits if bias is None else logits + bias)[:, : self._model.config.vocab_size]
 
@@ -129,7 +133,7 @@ class CublasPath:
     def step(
         self, tokens: Tensor, state: ModelState, slots: Tensor, middle: Middle | None = None
     ) -> Tensor:
-        """As LM.step: hidden states [batch, d_model]."""
+        """Read one token each, as LM.step does; return hidden states [batch, d_model]."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -160,7 +164,7 @@ class CublasPath:
         slots: Tensor,
         middle: Middle | None = None,
     ) -> Tensor:
-        """As LM.prefill: hidden states [tokens, d_model]."""
+        """Read packed prompts, as LM.prefill does; return hidden states [tokens, d_model]."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -185,7 +189,7 @@ class CublasPath:
     def _read(
         self, tokens: Tensor, convolve: _Convolve, recur: _Recur, middle: Middle | None
     ) -> Tensor:
-        """Without a `middle`, `recur` adds the bias of the out projection to x, ahead of it."""
+        """Read tokens; without a `middle`, `recur` must add the out projection's bias to x."""
         x: Tensor = self._model.embedding(tokens)
         for index, layer in enumerate(self._layers):
             if layer.conv is not None:
@@ -198,7 +202,7 @@ class CublasPath:
         return rms_norm(x, self._eps, self._model.norm.weight)
 
     def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """As a Middle, but for the out projection's bias (see _read)."""
+        """Compute the middle of a layer, except for the out projection's bias (see _read)."""
         self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
         if layer.mlp is None:
             return None
@@ -209,7 +213,7 @@ class CublasPath:
 
 
 def base_path(products: CublasPath) -> ExecutionPath:
-    """The path of a table without any that is quicker for few tokens."""
+    """Return the only path of a table without a faster one for few tokens."""
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         return products.logits(products.step(tokens, state, slots))
@@ -230,8 +234,10 @@ def base_path(products: CublasPath) -> ExecutionPath:
 def paths_of_many(
     model: LM, products: CublasPath, middle: Middle, head: SeparateHead
 ) -> list[ExecutionPath]:
-    """The paths beside one that is quicker for few tokens: around its `middle` of a layer, and with
-    products of the library alone."""
+    """Return the paths to use beside one that is faster for few tokens.
+
+    They are library products around its `middle` of a layer, and library products only.
+    """
 
     def tune_around(workload: Workload, sizes: Collection[int]) -> None:
         products.tune_around(sizes)
@@ -245,9 +251,8 @@ def paths_of_many(
 
     many = range(FEW_ROWS + 1, sys.maxsize)
     around: Step = partial(products.step, middle=middle)
-    # Of paths that are alike the first is taken, so that with less of the library's products comes
-    # first: the more of a step they are the more power it takes, and the slower a GPU becomes that
-    # is at its limit.
+    # Of equally fast paths the first is taken, so the one with fewer library products comes first:
+    # these use more power, and slow down a GPU at its power limit.
     return [
         ExecutionPath(
             name=NAME_AROUND,

@@ -1,8 +1,8 @@
-"""A table of execution paths, and a backend that reads tokens by the quickest of them.
+"""A table of execution paths, and a backend that reads tokens by the fastest of them.
 
 An ExecutionPath is one way to compute a step or a prompt, a row of the table. `prepare` times the
-paths for some of the sizes that graphs are made for, and a size that was not timed takes the path
-of the nearest one that was.
+paths for some of the sizes of CUDA graphs; other sizes use the path of the nearest size that was
+timed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from engine.models.state import ModelState, Step, StepToBests
 
 log = logging.getLogger(__name__)
 
-#: What a path is chosen for, at each size by itself: steps of so few sequences that only kernels of
-#: a whole step compete ("few"), other steps ("step"), prompts ("prompt"), and steps of which the
-#: best token alone is wanted ("argmax"). The size of a step is its rows, of a prompt its tokens.
+# The cases for which a path is chosen, separately for each size: steps of so few sequences that
+# only whole-step kernels compete ("few"), other steps ("step"), prompts ("prompt"), and steps of
+# which only the most likely token is needed ("argmax"). The size of a step is its rows, of a prompt
+# its tokens.
 Workload = Literal["few", "step", "prompt", "argmax"]
 
-#: tokens, cu_seqlens, state, slots -> hidden states (ModelBackend.prefill)
+# tokens, cu_seqlens, state, slots -> hidden states (ModelBackend.prefill)
 Prefill = Callable[[Tensor, Tensor, ModelState, Tensor], Tensor]
 
-#: Of so few rows or tokens products of the library were never quicker, nor is a head that finds
-#: the best token.
+# Up to this many rows or tokens, library products were never faster, nor was a head that finds the
+# most likely token.
 FEW_ROWS = 32
 ANY = range(sys.maxsize)
 
@@ -45,19 +46,19 @@ class ExecutionPath:
     """One way to read tokens: a row of the table.
 
     Args:
-        name: unique in a table; the tuning cache and the log know the path by it.
-        sizes: by workload, the sizes at which it competes. Where it was chosen for a neighbour it
-            takes no more than these, and for fewer the table's first path does.
-        unmeasured: by workload, the sizes that it has where nothing was timed. The last path that
-            claims a size has it.
-        at_once: of more rows it takes turns on some GPUs, so it has no more than this or than were
-            timed.
+        name: unique in a table; identifies the path in the tuning cache and the log.
+        sizes: by workload, the sizes at which it competes. If it was chosen for a neighbouring
+        size, it is not used for larger ones than these; smaller ones use the table's first path.
+        unmeasured: by workload, the sizes for which it is used if nothing was timed. The last path
+        that claims a size gets it.
+        at_once: with more rows it takes turns on some GPUs, so it is used for at most this many or
+        the largest number that was timed.
         step: tokens int32 [batch], state, slots int32 [batch] -> logits fp32 [batch, vocabulary].
-        step_to_bests: the same step with a head that finds the best token instead of logits; None:
-            the path cannot end so, or it would not pay.
+        step_to_bests: the same step with a head that finds the most likely token instead of logits;
+        None: the path does not support it, or it would not pay.
         prefill: None: the path reads no prompts.
         tune: chooses kernels for sizes of a workload before they are timed or captured. Waits for
-            the device. None: there is nothing to choose.
+        the device. None: there is nothing to choose.
     """
 
     name: str
@@ -70,20 +71,21 @@ class ExecutionPath:
     tune: Callable[[Workload, Collection[int]], None] | None = None
 
     def takes(self, workload: Workload, size: int) -> bool:
-        """Whether it competes there."""
+        """Return whether it competes at this size."""
         return workload in self.sizes and size in self.sizes[workload]
 
 
 class Row(NamedTuple):
-    """What a table has of a path before it is known whether the model can take it."""
+    """A candidate row of the table, before it is known whether the model supports it."""
 
     name: str
-    reason: str | None  # why not, in words that complete "not used: "
-    paths: Callable[[], Sequence[ExecutionPath]]  # of a model that can; none on a lack of room
+    reason: str | None  # why it is not supported, to complete "not used: "; None: it is
+    # makes the paths of a supported model; none for lack of memory
+    paths: Callable[[], Sequence[ExecutionPath]]
 
 
 def usable_paths(rows: Iterable[Row]) -> list[ExecutionPath]:
-    """The paths of the rows that can be taken, in their order. Logs which those are."""
+    """Return the paths of the rows that are supported, in order, and log which they are."""
     paths: list[ExecutionPath] = []
     for row in rows:
         own = [] if row.reason is not None else row.paths()
@@ -94,7 +96,7 @@ def usable_paths(rows: Iterable[Row]) -> list[ExecutionPath]:
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:
-    """Powers of two and the largest, for each takes up to a second."""
+    """Return the sizes to time, up to a second each: powers of two and the largest."""
     rising = sorted(set(sizes))
     return [size for size in rising if size.bit_count() == 1 or size == rising[-1]]
 
@@ -106,14 +108,17 @@ def nearest(
     unmeasured: ExecutionPath,
     base: ExecutionPath,
 ) -> ExecutionPath:
-    """The path that was chosen for this size, or for the one that is nearest to it.
+    """Return the path chosen for this size, or for the nearest one.
 
-    Nearest by ratio: of two powers of two the larger one counts from 1.42 times the smaller one on.
+    Nearest by ratio: between two powers of two the larger one is nearer from 1.42 times the smaller
+    one on.
 
     Args:
-        chosen: by size, of this workload.
-        unmeasured: what is taken where no path that was chosen takes so many.
-        base: what is taken where the nearest one does not take so few.
+        workload: the workload.
+        chosen: the workload's chosen paths, by size.
+        size: the size.
+        unmeasured: used if no chosen path supports so large a size.
+        base: used if the nearest path does not support so small a size.
     """
     timed = max(chosen, default=0)
     possible = {
@@ -128,14 +133,16 @@ def nearest(
 
 
 class PathBackend:
-    """A ModelBackend of `model` that reads tokens by the quickest of `paths`.
+    """A ModelBackend of `model` that reads tokens by the fastest of `paths`.
 
     Args:
-        paths: of those that are alike the first one is taken. The first of all reads prompts and
-            steps of any size.
-        logits: of hidden states: bf16 or fp32 [n, d_model] -> fp32 [n, vocabulary].
-        tune_logits: chooses its kernels for so many rows; None: there is nothing to choose.
-        tuning: what was measured before; None: everything is measured.
+        model: the model.
+        paths: of equally fast ones the first is taken. The first of all must read prompts and steps
+        of any size.
+        logits: bf16 or fp32 hidden states [n, d_model] -> logits fp32 [n, vocabulary].
+        tune_logits: chooses its kernels for these numbers of rows; None: there is nothing to
+        choose.
+        tuning: earlier measurements; None: everything is measured.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class PathBackend:
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
-        """As ModelBackend.prepare."""
+        """Choose kernels for these sizes; see ModelBackend.prepare."""
         begin = perf_counter()
         sizes: dict[Workload, list[int]] = {"few": [], "step": [], "prompt": sorted(set(prompts))}
         for size in sorted(set(steps)):
@@ -181,20 +188,20 @@ class PathBackend:
                 self._choose(workload, size, self._candidates(workload, size))
         for size, path in self.chosen["step"].items():
             self._choose_to_bests(size, path)
-        # Those between, whose paths are known now.
+        # The sizes in between, whose paths are known now.
         for workload, own in sizes.items():
             self._tune(workload, {size: [self.path(workload, size)] for size in own})
-        torch.cuda.empty_cache()  # graphs take their memory from elsewhere
+        torch.cuda.empty_cache()  # graphs allocate from another pool
         self._tuning.save()
         if self._tuning.measured or self._tuning.read:
             log.info(
-                "kernels chosen in %.1f s: %d by measuring, %d as measured before (%s)",
+                "kernels chosen in %.1f s: %d by measuring, %d from earlier measurements (%s)",
                 *(perf_counter() - begin, self._tuning.measured, self._tuning.read),
                 self._tuning.path or "no tuning cache",
             )
 
     def _tune(self, workload: Workload, paths: Mapping[int, Collection[ExecutionPath]]) -> None:
-        """Has the paths choose kernels for the sizes that they are to read."""
+        """Let the paths choose kernels for the sizes that they will read."""
         for path in self.paths:
             sizes = [size for size, own in paths.items() if path in own]
             if path.tune is not None and sizes:
@@ -207,7 +214,7 @@ class PathBackend:
         return [path for path in self.paths if path.takes(workload, size)]
 
     def path(self, workload: Workload, size: int) -> ExecutionPath:
-        """Which one reads so many: as was measured, or as is taken unmeasured."""
+        """Return the path for this size: the measured one, or the default if nothing was timed."""
         unmeasured = self.paths[0]
         for path in self.paths:
             if size in path.unmeasured.get(workload, ()):
@@ -215,15 +222,17 @@ class PathBackend:
         return nearest(workload, self.chosen[workload], size, unmeasured, self.paths[0])
 
     def _choose(self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]) -> None:
-        with suppress(torch.OutOfMemoryError):  # then its neighbours' have to do
+        with suppress(torch.OutOfMemoryError):  # its neighbours' choices are used then
             self.chosen[workload][size] = self._quickest(workload, size, candidates)
 
     def _choose_to_bests(self, rows: int, path: ExecutionPath) -> None:
-        """Whether a step whose path ends with all logits, which are read once more by a draw, had
-        better end with a head that finds the best."""
+        """Choose whether a step with this path should end with a head that finds the best token.
+
+        The alternative is to compute all logits, which sampling must then read again.
+        """
         if rows <= FEW_ROWS:
             return
-        if path.step_to_bests is not None:  # this one takes no longer
+        if path.step_to_bests is not None:  # takes no longer
             self.chosen["argmax"][rows] = path
             return
         others = self._candidates("argmax", rows)
@@ -242,7 +251,7 @@ class PathBackend:
 
     @torch.no_grad()
     def _timed(self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]) -> int:
-        """Reads random tokens by each path, of as many sequences or as a prompt."""
+        """Time each path on random tokens, of `size` sequences or of one prompt."""
         device = self.model.norm.weight.device
         random = torch.Generator(device).manual_seed(0)
         vocabulary = self.model.config.vocab_size
@@ -254,27 +263,27 @@ class PathBackend:
         slots = torch.arange(1 if prompt else size, dtype=torch.int32, device=device)
         read = {"prompt": _read_prompt, "argmax": _find_bests}.get(workload, _read_step)
         runs = [partial(read, path, tokens, state, slots) for path in candidates]
-        # Steps follow one another for as long as somebody is served, prompts come between them.
+        # Steps follow one another under load; prompts come in between.
         return quickest_graph_of(runs, lasting=not prompt)
 
     @torch.no_grad()
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As ModelBackend.prefill."""
+        """Read packed prompts; see ModelBackend.prefill."""
         prefill = self.path("prompt", len(tokens)).prefill
         assert prefill is not None
         return prefill(tokens, cu_seqlens, state, slots)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As ModelBackend.step."""
+        """Run a step; see ModelBackend.step."""
         rows = len(tokens)
         return self.path(self._kind_of_step(rows), rows).step(tokens, state, slots)
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
-        """As ModelBackend.step_to_bests."""
-        if rows <= FEW_ROWS:  # their logits are as quick
+        """Return a step that finds the best tokens; see ModelBackend.step_to_bests."""
+        if rows <= FEW_ROWS:  # computing their logits is as fast
             return None
         path = self.path(self._kind_of_step(rows), rows)
         if path.step_to_bests is None:
@@ -283,11 +292,11 @@ class PathBackend:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ModelBackend.logits."""
+        """Return logits; see ModelBackend.logits."""
         return self._logits(hidden)
 
     def initial_state_rows(self) -> Tensor:
-        """As ModelBackend.initial_state_rows."""
+        """Return the initial state; see ModelBackend.initial_state_rows."""
         return self.model.initial_state_rows()
 
 
@@ -299,11 +308,11 @@ def _read_step(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Te
 def _find_bests(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
     if path.step_to_bests is not None:
         return path.step_to_bests(tokens, state, slots)
-    return path.step(tokens, state, slots).argmax(1)  # takes as long as a draw
+    return path.step(tokens, state, slots).argmax(1)  # takes as long as sampling
 
 
 def _read_prompt(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
     assert path.prefill is not None
-    # Made on the device: nothing may wait for it while others are timed.
+    # Made on the device, because nothing may wait for it while others are timed.
     bounds = torch.arange(2, dtype=torch.int32, device=tokens.device) * len(tokens)
     return path.prefill(tokens, bounds, state, slots)

@@ -1,4 +1,4 @@
-"""EagerBackend: an LM operator by operator, on any device, with kernels where they take it."""
+"""EagerBackend: an LM operator by operator, on any device, with fused kernels where supported."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NAME = "torch"
 
 
 class EagerBackend(PathBackend):
-    """A ModelBackend of any `model`: LM itself, or with one kernel between two of its products, and
-    steps of a few sequences in one altogether. Nothing is timed but products.
+    """A ModelBackend of any `model`.
 
-    May give the model other weights, as move_norm_weights does. `tuning`: what was measured before;
-    None: everything is measured.
+    It is LM itself, or with one kernel between two of its products; steps of a few sequences may be
+    one kernel. Only products are timed. May change the model's weights, as move_norm_weights does.
+    `tuning` has earlier measurements; None: everything is measured.
     """
 
     def __init__(self, model: LM, *, tuning: TuningCache | None = None) -> None:
         device, vocabulary = model.norm.weight.device, model.config.vocab_size
-        head = cache(partial(LmHead.of, model))  # which may be a copy: one for both
+        head = cache(partial(LmHead.of, model))  # it may be a copy, so it is made once for both
         no_products = cublas.supports(model, device)
         products = None if no_products else CublasPath(model, head(), tuning)
         rows = [
@@ -55,7 +55,7 @@ def _few(kernel: PersistentDecode, vocabulary: int) -> ExecutionPath:
 
 
 def _by_torch(model: LM) -> ExecutionPath:
-    """LM's own methods."""
+    """Return the path that uses LM's own methods."""
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         return model.logits(model.step(tokens, state, slots))

@@ -1,9 +1,9 @@
-"""FusedGemmPath: the layers of an LM as linear maps on Hopper, each with its neighbours folded in.
+"""FusedGemmPath: an LM's layers as linear maps on Hopper, each fused with its neighbours.
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
-MLP up and GELU, MLP down and residual. Norms have no kernel of their own: who writes the residual
-stream also writes what the next norm needs of it. Each kernel asks for its first weights before the
-one ahead of it has ended.
+MLP up and GELU, MLP down and residual. Norms have no kernel of their own: a kernel that writes the
+residual stream also writes what the next norm needs. Each kernel prefetches its first weights
+before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from engine.ops.gemm import (
 )
 
 NAME = "fused_gemm"
-NAME_TO_HEAD = "fused_gemm to a head"  # which is apart
+NAME_TO_HEAD = "fused_gemm to a head"  # the head is a separate kernel
 
 _MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
 
-#: What `supports` asks of a model's widths, in words.
+# What `supports` requires of a model's widths, in words.
 WIDTHS = (
-    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths of 8, an out projection, "
+    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths multiples of 8, an out projection, "
     f"a vocabulary of up to {_MOST_TOKENS:,}"
 )
 
 
 def supports(model: LM, device: torch.device) -> str | None:
-    """Why FusedGemmPath does not run `model`, whose weights are on `device`; None: it does."""
+    """Return why FusedGemmPath cannot run `model`, whose weights are on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
     if reason is not None:
         return reason
     if model.config.quantization is not None:
         return f"weights are {model.config.quantization}"
-    return None if supports_widths(model.config) else f"widths are not: {WIDTHS}"
+    return None if supports_widths(model.config) else f"widths do not meet: {WIDTHS}"
 
 
 def supports_widths(config: ModelConfig) -> bool:
-    """Whether they are WIDTHS, but for the out projection."""
+    """Return whether the widths meet WIDTHS; the out projection is not checked."""
     return (
         config.d_model % SQUARE_ROWS == 0
         and config.inner % 8 == 0
@@ -67,24 +67,28 @@ def supports_widths(config: ModelConfig) -> bool:
 
 
 class Stream(NamedTuple):
-    """The residual stream [tokens, d_model], and for the norm that comes next what it leaves to be
-    divided, and the sums of squares to divide by."""
+    """The residual stream [tokens, d_model], and the input of the norm that comes next.
+
+    `scaled` is to be divided by the root mean square that follows from `squares`, the sums of
+    squares.
+    """
 
     x: Tensor
     scaled: Tensor
     squares: Tensor
 
 
-_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer's number, its module, x
-_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]  # ..., x, its sums of squares
+_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer index, module, x
+# layer index, module, x, its sums of squares
+_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]
 
 
 class FusedGemmPath:
-    """Of `model`, the weights of whose layers' norms are ones, as move_norm_weights leaves them:
-    these norms read the residual stream itself. With `fixed_order` a row's bits depend on that row
-    alone.
+    """Execution of `model`, whose layer norms must have weights of 1 (see move_norm_weights).
 
-    `normed` says whether a stream's end has what the model's last norm needs."""
+    These norms then read the residual stream itself. With `fixed_order` a row's bits depend only on
+    that row. `normed` says whether to compute what the model's last norm needs.
+    """
 
     def __init__(self, model: LM, head: LmHead, *, fixed_order: bool) -> None:
         self._model = model
@@ -97,7 +101,7 @@ class FusedGemmPath:
     def step(
         self, tokens: Tensor, state: ModelState, slots: Tensor, *, normed: bool = True
     ) -> Stream:
-        """One token of every sequence, as ModelBackend.step has them."""
+        """Read one token of every sequence; arguments as for ModelBackend.step."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -128,7 +132,7 @@ class FusedGemmPath:
         *,
         normed: bool = True,
     ) -> Stream:
-        """Packed prompts, as ModelBackend.prefill has them."""
+        """Read packed prompts; arguments as for ModelBackend.prefill."""
 
         def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
             assert state.conv is not None
@@ -142,23 +146,23 @@ class FusedGemmPath:
         return self._read(tokens, convolve, recur, normed)
 
     def logits(self, x: Tensor, squares: Tensor | None) -> Tensor:
-        """[tokens, vocabulary] fp32, of a stream's end or of hidden states."""
+        """Return logits [tokens, vocabulary] fp32, of a stream's end or of hidden states."""
         logits = self._map(x, squares, self._head.weight, self._head.bias, logits=True)
         return logits[:, : self._model.config.vocab_size]
 
     def step_to_logits(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As ModelBackend.step."""
+        """Run a step; see ModelBackend.step."""
         _, scaled, squares = self.step(tokens, state, slots)
         return self.logits(scaled, squares)
 
     def step_to_hidden(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As LM.step: hidden states [batch, d_model], for a head apart."""
+        """Run a step, as LM.step; return hidden states [batch, d_model], for a separate head."""
         return self._norm(self.step(tokens, state, slots, normed=False).x)
 
     def prefill_to_hidden(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """As ModelBackend.prefill."""
+        """Read packed prompts; see ModelBackend.prefill."""
         if not self._fixed_order:
             return self._norm(self.prefill(tokens, cu_seqlens, state, slots, normed=False).x)
         _, scaled, squares = self.prefill(tokens, cu_seqlens, state, slots)
@@ -167,14 +171,16 @@ class FusedGemmPath:
         return hidden
 
     def step_to_bests(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """What `sample_best_` reads, int64 [batch, parts]. In a fixed order those of
-        `step_to_logits` to the bit."""
+        """Run a step; return the input of `sample_best_`, int64 [batch, parts].
+
+        In a fixed order, the logits in it are bitwise those of `step_to_logits`.
+        """
         head = self._head
         if self._fixed_order:
             _, scaled, squares = self.step(tokens, state, slots)
             return linear_best(scaled, squares, self._eps, head.weight, head.bias, self._vocabulary)
         if head.bias is None:
-            # What a norm divides all logits of a row by does not change their order.
+            # The norm divides all logits of a row by one number, which does not change their order.
             x = self.step(tokens, state, slots).scaled
         else:
             x = self.step_to_hidden(tokens, state, slots)
@@ -184,7 +190,7 @@ class FusedGemmPath:
         return rms_norm(x, self._eps, self._model.norm.weight)
 
     def middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
-        """A Middle (cublas.py)."""
+        """Compute the middle of a layer: a Middle (cublas.py)."""
         out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
         if mlp is None:
             self._add(h, out, x, None)
@@ -194,7 +200,7 @@ class FusedGemmPath:
         return self._map(scaled, squares, up.weight, up.bias, gelu=True)
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur, normed: bool) -> Stream:
-        """All layers."""
+        """Read tokens through all layers."""
         first = self._layers[0]
         norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
         table = self._model.embedding.weight
@@ -208,7 +214,7 @@ class FusedGemmPath:
                 scaled, squares = self._add(y, mix, x, norm)
             h = recur(index, layer.cell, scaled, squares)
             norm = self._norm_after_cell(index, normed)
-            out = cast("nn.Linear", layer.cell.out)  # hopper.supports() has seen to it
+            out = cast("nn.Linear", layer.cell.out)  # hopper.supports() has checked it
             scaled, squares = self._add(h, out, x, norm)
             if layer.mlp is not None:
                 up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
@@ -231,8 +237,8 @@ class FusedGemmPath:
         norm: Tensor | None,
         ahead: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Adds to x; what a norm with this weight reads, and its sums of squares."""
-        # What is added ahead is not the norm's.
+        """Add a product to x; return the input of a norm with this weight and its squares' sums."""
+        # What is added ahead is not part of the norm's input.
         ones = ahead is None and self._is_of_ones(norm)
         weight, bias = module.weight, module.bias
         scaled, squares = linear_residual_(
@@ -248,7 +254,7 @@ class FusedGemmPath:
         return self._norm_after_layer(index, normed) if mlp is None else mlp.norm.weight
 
     def _norm_after_layer(self, index: int, normed: bool) -> Tensor | None:
-        """None: who comes next reads the residual stream itself."""
+        """Return the weight of the norm after the layer; None: no norm follows directly."""
         if index + 1 == len(self._layers):
             return self._model.norm.weight if normed else None
         following = self._layers[index + 1]
@@ -256,8 +262,10 @@ class FusedGemmPath:
 
 
 def path(chain: FusedGemmPath, *, bests: bool = False) -> ExecutionPath:
-    """The path of all sizes, which the others are compared with. `bests`: its steps may end with
-    the best tokens."""
+    """Return the path for all sizes, with which the others are compared.
+
+    `bests`: its steps may end with the best tokens.
+    """
     return ExecutionPath(
         name=NAME,
         sizes={"step": ANY, "prompt": ANY},
@@ -269,7 +277,7 @@ def path(chain: FusedGemmPath, *, bests: bool = False) -> ExecutionPath:
 
 
 def path_to_head(chain: FusedGemmPath, head: SeparateHead) -> ExecutionPath:
-    """The path of steps of many rows that end before the head."""
+    """Return the path of steps of many rows that end before the head."""
 
     def tune(workload: Workload, sizes: Collection[int]) -> None:
         head.tune(sizes)
@@ -285,8 +293,10 @@ def path_to_head(chain: FusedGemmPath, head: SeparateHead) -> ExecutionPath:
 
 
 def _sum_in_pairs(rows: Tensor) -> Tensor:
-    """The sum of rows [n, tokens], n at least 1: [tokens]. A sum by torch would add them up in an
-    order that the number of tokens has a part in."""
+    """Return the sum [tokens] of rows [n, tokens], n >= 1, in a fixed order.
+
+    torch's sum adds in an order that depends on the number of tokens.
+    """
     while len(rows) > 1:
         half = len(rows) // 2
         rows = torch.cat((rows[:half] + rows[half : 2 * half], rows[2 * half :]))

@@ -1,10 +1,11 @@
-"""HopperBackend: an LM in bfloat16 on a Hopper GPU, by the quickest of the paths for it.
+"""HopperBackend: an LM in bfloat16 on a Hopper GPU, by the fastest of its execution paths.
 
-Linear maps with their neighbours folded in (fused_gemm.py) read everything, and are quickest up to
-some hundred tokens, where the head may be better off as a kernel of its own. More are read with
-products of the library (cublas.py) altogether or but for the middle of a layer, out projection and
-MLP up with GELU. A step of a few sequences is one kernel (persistent_decode.py), whose weights may
-have 8 bits, as is one of up to about a hundred of a small model (cluster_decode.py).
+- Fused linear maps (fused_gemm.py) read everything, and are fastest up to some hundred tokens; the
+  head may be better as a separate kernel.
+- More tokens are read with library products (cublas.py), completely or except for the middle of a
+  layer (out projection and MLP up with GELU).
+- A step of a few sequences is one kernel (persistent_decode.py), also with 8-bit weights.
+- A step of up to about a hundred sequences of a small model is one kernel (cluster_decode.py).
 """
 
 from __future__ import annotations
@@ -23,26 +24,28 @@ from engine.models.minrnn.lm import LM
 from engine.ops.gemm import IN_ONE_PART
 from engine.ops.persistent_decode import EIGHT
 
-_SUMS = "deterministic, and its sums depend on the number of rows"
+_SUMS = "deterministic is set, but its sums depend on the number of rows"
 
 
 def supports(model: LM, device: torch.device) -> str | None:
-    """Why HopperBackend does not run `model`, whose weights are on `device`; None: it does."""
+    """Return why HopperBackend cannot run `model`, whose weights are on `device`; None: it can."""
     return fused_gemm.supports(model, device)
 
 
 class HopperBackend(PathBackend):
-    """A ModelBackend of `model`, which `supports` takes. Gives it other weights, as
-    move_norm_weights does.
+    """A ModelBackend of `model`, which must pass `supports`.
+
+    It changes the model's weights, as move_norm_weights does.
 
     Args:
-        deterministic: a row's bits depend on that row alone. Nothing is timed, and only paths that
-            sum in a fixed order are taken. Otherwise many tokens and the logits of prompts are
-            products of the library, which sums in an order that the number of rows has a part in,
-            and what was measured at start, too.
-        few: of the same model with 8-bit weights. Computes the steps of a few sequences unless the
-            model's own kernel is quicker for so many.
-        tuning: what was measured before; None: everything is measured.
+        model: the model.
+        deterministic: a row's bits depend only on that row. Nothing is timed, and only paths that
+        sum in a fixed order are used. Otherwise many tokens and the logits of prompts are library
+        products, whose order of summation depends on the number of rows and on what was measured at
+        start.
+        few: the same model with 8-bit weights. It computes steps of a few sequences unless the
+        model's own kernel is faster for them.
+        tuning: earlier measurements; None: everything is measured.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class HopperBackend(PathBackend):
             ],
         )
         if deterministic:
-            # The bests are those of the logits to the bit, if these have one part.
+            # With one part, the bests are bitwise those of the logits.
             bests = vocabulary > IN_ONE_PART
             rows = [
                 Row(fused_gemm.NAME, None, lambda: [fused_gemm.path(chain, bests=bests)]),
@@ -88,7 +91,7 @@ class HopperBackend(PathBackend):
                 many=products.logits,
                 tune_many=products.tune_logits,
             )
-            # Of paths that are alike the first one is taken.
+            # Of equally fast paths the first one is taken.
             rows = [
                 Row(
                     fused_gemm.NAME,
@@ -117,5 +120,5 @@ class HopperBackend(PathBackend):
                 tune_logits=products.tune_logits,
                 tuning=tuning,
             )
-        # Kernels may read weights before the one ahead on the stream has ended.
+        # Kernels may prefetch weights before the previous kernel on the stream has ended.
         torch.cuda.synchronize(device)

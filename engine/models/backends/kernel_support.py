@@ -1,7 +1,6 @@
-"""What fused kernels ask of a model and a device, whichever execution path they belong to.
+"""Requirements of fused kernels on model and device, for all execution paths.
 
-Every check gives None where the kernels run, or the reason why they do not, in words that complete
-"not used: ".
+Every check returns None if the kernels run, or the reason why not, to complete "not used: ".
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from engine.config import ModelConfig
 from engine.models.minrnn.lm import LM
 from engine.ops import library
 
-#: Recurrences that kernels know. A kernel tells the two from each other by their number of gates,
-#: so it would compute a third one as one of these.
+# Recurrences that kernels support. A kernel tells them apart by their number of gates, so it would
+# compute a third one wrongly as one of these.
 CELLS = ("mingru", "minlstm")
 
 
 def lacks_cell(config: ModelConfig) -> str | None:
-    """Why kernels do not compute the recurrence of such a model."""
+    """Return why kernels cannot compute the recurrence of such a model; None: they can."""
     if config.cell in CELLS:
         return None
-    return f"cell {config.cell!r}, kernels have {' and '.join(CELLS)}"
+    return f"cell {config.cell!r}, but kernels support only {' and '.join(CELLS)}"
 
 
 def lacks_bfloat16_kernels(model: LM, device: torch.device) -> str | None:
-    """Why kernels for bfloat16 activations do not run `model` on `device`, a GPU of any kind.
+    """Return why kernels for bfloat16 activations cannot run `model` on `device`, any GPU.
 
-    In float16 products with the residual stream itself, which is not divided yet, could overflow.
+    In float16, products with the residual stream itself, before its norm, could overflow.
     """
     if device.type != "cuda" or not model.norm.weight.is_cuda:
         return "not on a GPU"
@@ -41,7 +40,7 @@ def lacks_bfloat16_kernels(model: LM, device: torch.device) -> str | None:
 
 
 def lacks_hopper_kernels(model: LM, device: torch.device) -> str | None:
-    """Why kernels for Hopper do not run `model` on `device`. Its weights may be quantised."""
+    """Return why kernels for Hopper cannot run `model` on `device`; weights may be quantised."""
     reason = lacks_bfloat16_kernels(model, device)
     if reason is not None:
         return reason

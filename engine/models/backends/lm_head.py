@@ -1,6 +1,6 @@
-"""LmHead: what a model multiplies hidden states with for logits, as GPU kernels want it.
+"""LmHead: a model's output matrix in the layout of the GPU kernels.
 
-SeparateHead reads the hidden states that an execution path ends with before the head.
+SeparateHead applies it to the hidden states of execution paths that end before the head.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState, Step, StepToBests
 from engine.ops.gemm import linear_best
 
-#: A vocabulary of up to so many tokens is drawn from in no time, and clusters compute its logits
-#: with the layers. Of a larger one a head apart reads the weights once for all sequences, and one
-#: that finds the best token leaves a draw little to read.
+# The largest vocabulary that is sampled from in negligible time; clusters compute its logits
+# together with the layers. For a larger one, a separate head reads the weights once for all
+# sequences, and one that finds the best token leaves little to read for sampling.
 SMALL_VOCABULARY = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """A model's head with as many rows as products need: a multiple of 8, the last ones zeros. A
-    copy where rows were missing."""
+    """A model's head, with rows padded by zeros to a multiple of 8.
+
+    It is a copy if padding was needed.
+    """
 
     weight: Tensor  # [rows, d_model]
-    scale: Tensor | None  # [rows], where quantised
+    scale: Tensor | None  # [rows], if quantised
     bias: Tensor | None  # [rows]
 
     @classmethod
@@ -52,11 +54,11 @@ class SeparateHead:
     """The head of steps that end with hidden states.
 
     Args:
-        head: the model's.
-        vocabulary: tokens, of which the head may have more rows.
-        few: hidden states [n, d_model] -> logits fp32 [n, vocabulary], of up to FEW_ROWS.
-        many: the same of more.
-        tune_many: chooses kernels for `many` of so many rows.
+        head: the model's head.
+        vocabulary: number of tokens; the head may have more rows.
+        few: hidden states [n, d_model] -> logits fp32 [n, vocabulary], for up to FEW_ROWS.
+        many: the same for more rows.
+        tune_many: chooses kernels of `many` for these numbers of rows.
     """
 
     def __init__(
@@ -70,25 +72,24 @@ class SeparateHead:
     ) -> None:
         self._head, self._vocabulary = head, vocabulary
         self._few, self._many, self._tune_many = few, many, tune_many
-        #: Whether a step of many rows, of which the best tokens are wanted, had better leave out
-        #: logits.
+        # Whether a step of many rows that needs only the best tokens should skip the logits.
         self.finds_best = vocabulary > SMALL_VOCABULARY
 
     def tune(self, rows: Collection[int]) -> None:
-        """Chooses kernels for so many rows of logits. Waits for the device."""
+        """Choose kernels for these numbers of rows of logits. Waits for the device."""
         self._tune_many([count for count in rows if count > FEW_ROWS])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, d_model] -> fp32 [n, vocabulary]."""
+        """Return logits fp32 [n, vocabulary] of hidden [n, d_model]."""
         return self._few(hidden) if len(hidden) <= FEW_ROWS else self._many(hidden)
 
     def bests(self, hidden: Tensor) -> Tensor:
-        """hidden [n, d_model] -> what `sample_best_` reads, int64 [n, parts]."""
+        """Return the input of `sample_best_`, int64 [n, parts], for hidden [n, d_model]."""
         head = self._head
         return linear_best(hidden, None, 0.0, head.weight, head.bias, self._vocabulary)
 
     def behind(self, step: Step) -> Step:
-        """`step`, which ends with hidden states, with logits."""
+        """Extend `step`, which returns hidden states, by the logits."""
 
         def to_logits(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
             return self.logits(step(tokens, state, slots))
@@ -96,8 +97,7 @@ class SeparateHead:
         return to_logits
 
     def bests_behind(self, step: Step) -> StepToBests | None:
-        """`step`, which ends with hidden states, with the best tokens; None where that would not
-        pay."""
+        """Extend `step`, which returns hidden states, by the best tokens; None if it won't pay."""
 
         def to_bests(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
             return self.bests(step(tokens, state, slots))

@@ -1,5 +1,7 @@
-"""PersistentDecode: an LM's decode step of a few sequences, in one kernel
-(engine/ops/persistent_decode.py), with bfloat16 or quantised weights."""
+"""PersistentDecode: an LM's decode step of a few sequences in one kernel.
+
+The kernel is engine/ops/persistent_decode.py; weights are bfloat16 or quantised.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ NAME_8_BIT = "persistent_decode in 8 bits"
 
 
 def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False) -> int:
-    """How many sequences a step on a GPU of so many multiprocessors may have; 0: the kernel does
-    not take such a model. What `lacks_hopper_kernels` asks is taken as given."""
+    """Return the most sequences in a step on a GPU with this many multiprocessors.
+
+    0: the kernel does not support such a model. The conditions of `lacks_hopper_kernels` are
+    assumed.
+    """
     kind = config.quantization
     rows, _ = persistent_decode.most_rows(
         list(_shapes(config)),
@@ -40,21 +45,23 @@ def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False
 
 
 def supports(model: LM, device: torch.device, *, fixed_order: bool = False) -> str | None:
-    """Why PersistentDecode does not run `model`, whose weights are on `device`; None: it does."""
+    """Return why PersistentDecode cannot run `model`, with weights on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
     if reason is None and PersistentDecode.most_rows(model, fixed_order=fixed_order) == 0:
-        return "widths or layers are not what its kernel takes"
+        return "its kernel does not support the model's widths or number of layers"
     return reason
 
 
 class PersistentDecode:
-    """Steps of `model`, which `supports` takes, for batches of up to `most_rows`. Its weights may
-    be quantised. With `fixed_order`, for bfloat16 weights, steps
-    have the bits of a Chain with it."""
+    """Decode steps of `model`, which must pass `supports`, for batches of up to `most_rows`.
+
+    Its weights may be quantised. With `fixed_order`, for bfloat16 weights, steps are bitwise equal
+    to those of a FusedGemmPath with it.
+    """
 
     @staticmethod
     def most_rows(model: LM, *, fixed_order: bool = False) -> int:
-        """Of a batch, on the model's GPU; 0: the kernel does not take such a model."""
+        """Return the largest batch on the model's GPU; 0: the kernel does not support the model."""
         device = torch.cuda.get_device_properties(model.norm.weight.device)
         return most_rows(model.config, device.multi_processor_count, fixed_order=fixed_order)
 
@@ -72,14 +79,14 @@ class PersistentDecode:
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """As ModelBackend.step, with the logits of every row of `head`."""
+        """Run a step, as ModelBackend.step, with logits for every row of `head`."""
         return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
 
 
 def _shapes(config: ModelConfig) -> Iterator[PhaseShape]:
-    """Of the phases that `_phases` makes of such a model."""
+    """Yield the shapes of the phases that `_phases` makes of such a model."""
     width, inner, hidden = config.d_model, config.inner, config.mlp_hidden
-    vocabulary = config.vocab_size + (-config.vocab_size % 8)  # as LmHead has it
+    vocabulary = config.vocab_size + (-config.vocab_size % 8)  # padded as in LmHead
     taps = config.conv_kernel
     yield PhaseShape(kind="embed", channels=width, inputs=config.vocab_size, taps=taps)
     for layer in range(config.n_layers):
@@ -105,12 +112,13 @@ def _shapes(config: ModelConfig) -> Iterator[PhaseShape]:
 def path(
     kernel: PersistentDecode, vocabulary: int, *, few: int, unmeasured_from: int = 1
 ) -> ExecutionPath:
-    """The path by `kernel`.
+    """Return the execution path by `kernel`.
 
     Args:
-        vocabulary: tokens, of which the head may have more rows.
-        few: up to so many rows nothing else is quicker, but its like with other weights may be.
-        unmeasured_from: rows from which it is taken where nothing was timed.
+        kernel: the kernel.
+        vocabulary: number of tokens; the head may have more rows.
+        few: up to this many rows only the same kernel with other weights may be faster.
+        unmeasured_from: rows from which it is used if nothing was timed.
     """
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
@@ -132,7 +140,7 @@ def _phases(model: LM, head: LmHead) -> Iterator[Phase]:
     convs = [layer.conv for layer in layers]
 
     def read_by(index: int) -> dict[str, Any]:
-        """The convolution that reads what layer `index` begins with."""
+        """Return the convolution that reads the input of layer `index`."""
         conv: CausalConv | None = convs[index] if index < len(layers) else None
         if conv is None:
             return {}

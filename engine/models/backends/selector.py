@@ -1,10 +1,12 @@
-"""ModelBackend: the six things that the engine asks of a model, and who does them quickest.
+"""ModelBackend: the interface of a model to the engine, and the choice of its implementation.
 
-LM says what the model computes, and its own methods compute it. An implementation that fuses or
-prepacks for one kind of device takes its weights from an LM and has these same methods.
+LM defines what a model computes, and its own methods compute it. An implementation that fuses
+operators or packs weights for one kind of device takes its weights from an LM and has the same
+methods.
 
-Some of them read a sequence to the same bits in any company (`--deterministic`): CpuBackend always,
-HopperBackend on request. The libraries that LM's own methods call do not.
+Some implementations compute bitwise equal results for a sequence whatever else is in the batch
+(`--deterministic`): CpuBackend always, HopperBackend on request. The libraries that LM's own
+methods call do not.
 """
 
 from __future__ import annotations
@@ -36,69 +38,71 @@ log = logging.getLogger(__name__)
 class ModelBackend(Protocol):
     """Reads tokens into `state`, in place.
 
-    No method but `prepare` waits for the device, looks at indices on the host or changes a row
-    whose slot is negative, so `prefill`, `step`, what `step_to_bests` gives and `logits` can be
-    captured in a CUDA graph on a GPU. Tensors are on the model's device. On a GPU tokens and slots
-    out of range are read as rows of zeros and as padding; on a CPU they raise RuntimeError, as do
-    tensors whose shapes or dtypes do not fit, everywhere.
+    Only `prepare` waits for the device. The other methods do not look at indices on the host, and
+    do not change rows whose slot is negative. So `prefill`, `step`, the result of `step_to_bests`,
+    and `logits` can be captured in a CUDA graph. Tensors are on the model's device. On a GPU,
+    tokens out of range are read as rows of zeros and slots out of range as padding; on a CPU both
+    raise RuntimeError. Tensors of wrong shape or dtype raise RuntimeError everywhere.
     """
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
-        """Chooses kernels before any is captured. Calls of other sizes are served as well.
+        """Choose kernels before any is captured; calls of other sizes work as well.
 
-        Waits for the device, up to a second for each power of two among the sizes; what lacks
-        memory to be tried in is left as it was.
+        Waits for the device, up to a second for each power of two among the sizes. If memory is too
+        short to try a size, its default stays.
 
         Args:
-            steps: numbers of sequences of a step.
-            prompts: numbers of tokens of a prefill, all its sequences together.
-            logits: numbers of hidden states that `logits` is asked for.
+            steps: numbers of sequences in a step.
+            prompts: numbers of tokens in a prefill, all its sequences together.
+            logits: numbers of hidden states passed to `logits`.
         """
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """Reads packed prompts, or further parts of them.
+        """Read packed prompts, or further parts of them.
 
         Args:
-            tokens: int32 [tokens]; those beyond the last sequence are padding, which no state sees.
+            tokens: int32 [tokens]; those beyond the last sequence are padding, which affects no
+            state.
             cu_seqlens: int32 [sequences + 1], where each sequence begins in `tokens`, and where the
-                last one ends. A sequence may be empty.
-            state: its rows move on in place.
-            slots: int32 [sequences], each one's row; negative: a padding row. No row twice.
+            last one ends. A sequence may be empty.
+            state: its rows are updated in place.
+            slots: int32 [sequences], each one's row; negative: a padding row. No row may occur
+            twice.
 
         Returns:
             Hidden states [tokens, d_model] for `logits`, fp32 or in the type of the activations.
         """
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """Reads one token of every sequence.
+        """Read one token of every sequence.
 
         Args:
             tokens: int32 [batch].
-            state: its rows move on in place.
-            slots: int32 [batch], each one's row; negative: a padding row, whose logits mean
-                nothing. No row twice.
+            state: its rows are updated in place.
+            slots: int32 [batch], each one's row; negative: a padding row, whose logits are
+            undefined. No row may occur twice.
 
         Returns:
-            logits fp32 [batch, vocab]; rows may be further apart than vocab.
+            Logits fp32 [batch, vocab]; the row stride may exceed vocab.
         """
 
     def step_to_bests(self, rows: int) -> StepToBests | None:
-        """A step that finds the best token of each of so many rows instead of all logits.
+        """Return a step that finds the best token of each of `rows` rows instead of all logits.
 
         Returns:
-            What takes `step`'s arguments and gives what `sample_best_` draws from, int64
-            [rows, parts]; None where all logits are computed anyway, or are as quick.
+            A callable with the arguments of `step` that returns the input of `sample_best_`, int64
+            [rows, parts]; None if all logits are computed anyway, or are as fast.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, d_model], rows of what `prefill` gave -> logits fp32 [n, vocab]."""
+        """Return logits fp32 [n, vocab] of hidden [n, d_model], rows of the result of `prefill`."""
 
     def initial_state_rows(self) -> Tensor:
-        """Every layer's h_0: [layers, inner] fp32."""
+        """Return every layer's h_0: [layers, inner] fp32."""
 
 
 def select_backend(
@@ -109,18 +113,21 @@ def select_backend(
     reserve: int = 0,
     tuning_folder: Path | None = None,
 ) -> ModelBackend:
-    """The quickest implementation of `model`, whose weights are on `device`.
+    """Return the fastest implementation of `model`, whose weights are on `device`.
 
-    It may take them out of `model`, which then is of no more use, or move those of norms elsewhere.
+    It may move the weights out of `model`, which is useless then, or fold those of norms into
+    others.
 
     Args:
-        deterministic: what it gives for a row or a sequence depends on that alone, bit for bit, and
-            not on the others of a call; pieces of a prompt end at multiples of SCAN_CHUNK.
-        reserve: bytes of the device's memory that are needed for more than the model.
-        tuning_folder: where what is measured is kept for the next start; None: nowhere.
+        model: the model.
+        device: the device.
+        deterministic: the result for a row or a sequence must depend only on that, bit for bit, and
+        not on the rest of the call; parts of a prompt end at multiples of SCAN_CHUNK.
+        reserve: bytes of the device's memory needed for other purposes.
+        tuning_folder: where measurements are kept for the next start; None: nowhere.
 
     Raises:
-        ConfigError: with `deterministic`, there is no such implementation.
+        ConfigError: with `deterministic`, if there is no such implementation.
     """
     reason = cpu.supports(model)
     if reason is None:
@@ -128,7 +135,7 @@ def select_backend(
     if device.type != "cuda":
         log.info("CPU backend: not used: %s", reason)
         return _eager(model, deterministic, None)
-    # Nothing is measured where a row's bits may not depend on what was quicker.
+    # Nothing is measured if a row's bits must not depend on what was faster.
     tuning = TuningCache.of(None if deterministic else tuning_folder, model, device)
     reason = hopper.supports(model, device)
     if reason is None:
@@ -137,12 +144,12 @@ def select_backend(
     if not deterministic and _would_gain_by_a_copy(model, device):
         needed, free = bytes_of_copy(model), available_memory(device) - reserve
         if 2 * needed <= free:
-            log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
+            log.info("making a copy of the 8-bit weights in 16 bits: %d MB", needed // 10**6)
             few = PersistentDecode(model, LmHead.of(model))
             return HopperBackend(widened(model), few=few, tuning=tuning)
         log.warning(
-            "no copy of the 8-bit weights in 16 bits, which takes %d MB and is made where twice as "
-            "many are free (%d MB): prompts and batches of more than %d sequences will be slow",
+            "not making a copy of the 8-bit weights in 16 bits: it takes %d MB, and twice as much "
+            "must be free (%d MB are); prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
     return _eager(model, deterministic, tuning)
@@ -151,17 +158,20 @@ def select_backend(
 def _eager(model: LM, deterministic: bool, tuning: TuningCache | None) -> EagerBackend:
     if deterministic:
         raise ConfigError(
-            "deterministic is not possible for this model and device; allowed: float32 or bfloat16 "
-            "weights on a CPU, also quantised to int8, or unquantised bfloat16 weights on a Hopper "
-            f"GPU with kernels built for it (90a), {fused_gemm.WIDTHS}",
+            "deterministic is not possible for this model and device; allowed: float32, bfloat16 "
+            "or int8 weights on a CPU, or unquantised bfloat16 weights on a Hopper GPU with "
+            f"kernels built for it (90a), {fused_gemm.WIDTHS}",
             param="deterministic",
         )
     return EagerBackend(model, tuning=tuning)
 
 
 def _would_gain_by_a_copy(model: LM, device: torch.device) -> bool:
-    """Whether steps of a few sequences are a kernel that reads 8-bit weights as they are, and all
-    else would be several times as quick with a copy in 16 bits."""
+    """Return whether a 16-bit copy of the weights would make everything but small steps faster.
+
+    Steps of a few sequences are then computed by a kernel that reads the 8-bit weights directly;
+    everything else would be several times as fast with the copy.
+    """
     return (
         model.config.quantization is not None
         and persistent_decode.supports(model, device) is None

@@ -1,12 +1,12 @@
-"""What autotuning has measured, kept in a file for the next start.
+"""TuningCache: results of autotuning, kept in a file for the next start.
 
-A file is of one model on one GPU: its name is a digest of the GPU's name and size, of the versions
-of minserve, torch and CUDA, of the compiled operators and of the model's shapes and dtypes. What is
-read is trusted no further than a name: a path is looked up among those that compete now, an
+A file belongs to one model on one GPU: its name is a hash of the GPU's name and size, of the
+versions of minserve, torch and CUDA, of the compiled operators, and of the model's shapes and
+dtypes. Its content is used only to choose by name: a path among those that compete now, an
 algorithm among those that the library offers now.
 
-A file that is missing, damaged or of another key is as none, and a folder that cannot be written is
-left alone: then everything is measured at each start.
+A file that is missing, damaged or of another key is ignored, and a folder that cannot be written is
+left alone. Then everything is measured at each start.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ from engine.ops import library
 
 _Item = TypeVar("_Item")
 _FORMAT = 1
-_MOST_BYTES = 2**24  # of a file; more is no file of ours
+_MOST_BYTES = 2**24  # of a file; a larger one is not ours
 
 
 def tuning_folder(setting: str) -> Path | None:
-    """The folder that EngineConfig.tuning_cache names: for "auto" `$XDG_CACHE_HOME/minserve` or
-    `~/.cache/minserve`. None for "off", or without a home."""
+    """Return the folder for the setting EngineConfig.tuning_cache.
+
+    "auto" is `$XDG_CACHE_HOME/minserve` or `~/.cache/minserve`. None for "off", or without a home
+    directory.
+    """
     if setting == "off":
         return None
     if setting != "auto":
         return Path(setting)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # others are invalid (XDG Base Directory Specification)
+    if os.path.isabs(base):  # relative paths are invalid (XDG Base Directory Specification)
         return Path(base) / "minserve"
     try:
         return Path.home() / ".cache" / "minserve"
@@ -49,18 +52,23 @@ def tuning_folder(setting: str) -> Path | None:
 
 
 class TuningCache:
-    """Choices that were measured, read from `path` if it holds such of `key`. Without a path they
-    are of this process alone."""
+    """Choices that were measured, read from `path` if that is a file for `key`.
+
+    Without a path they exist in this process only.
+    """
 
     def __init__(self, path: Path | None = None, key: dict[str, Any] | None = None) -> None:
         self.path, self._key = path, key or {}
-        #: How many choices were read, and how many were added by measuring.
+        # Number of choices read from the file, and of those added by measuring.
         self.read = self.measured = 0
         self._paths, self._products = self._load()
 
     @classmethod
     def of(cls, folder: Path | None, model: LM, device: torch.device) -> Self:
-        """The cache in `folder` of `model`, whose weights are on `device`, a GPU; None: no file."""
+        """Return the cache in `folder` for `model`, whose weights are on a GPU `device`.
+
+        Without a folder there is no file.
+        """
         if folder is None:
             return cls()
         key = _key(model, device)
@@ -68,7 +76,7 @@ class TuningCache:
         return cls(folder / "autotune" / f"{digest[:32]}.json", key)
 
     def path_of(self, kind: str, size: int, names: Sequence[str]) -> str | None:
-        """Which path was the quickest of those of these names; None: that is not known."""
+        """Return the fastest of the paths with these names; None if it is not known."""
         found = self._paths.get(f"{kind} {size}")
         if not found or found[1:] != list(names) or found[0] not in names:
             return None
@@ -76,13 +84,12 @@ class TuningCache:
         return found[0]
 
     def add_path(self, kind: str, size: int, names: Sequence[str], quickest: str) -> None:
-        """Keeps what was measured."""
+        """Store the fastest path."""
         self._paths[f"{kind} {size}"] = [quickest, *names]
         self.measured += 1
 
     def product_of(self, shape: str, offered: Sequence[list[int]]) -> int | None:
-        """Which of the offered algorithms was the quickest for a product; -1: torch's own call;
-        None: that is not known."""
+        """Return the index of the fastest offered algorithm; -1: torch's call; None: unknown."""
         found = self._products.get(shape)
         if found is None or (found and found not in offered):
             return None
@@ -90,13 +97,15 @@ class TuningCache:
         return offered.index(found) if found else -1
 
     def add_product(self, shape: str, algorithm: list[int]) -> None:
-        """Keeps what was measured; an empty list is torch's own call."""
+        """Store the fastest algorithm of a product; an empty list is torch's own call."""
         self._products[shape] = algorithm
         self.measured += 1
 
     def save(self) -> None:
-        """Writes the file if something was measured, with what others have written meanwhile. It is
-        replaced as a whole; of two that write at once the last one stays."""
+        """Write the file if anything was measured, merged with what others have written meanwhile.
+
+        It is replaced as a whole; if two processes write at once, the last one wins.
+        """
         if self.path is None or not self.measured:
             return
         paths, products = self._load()
@@ -118,7 +127,7 @@ class TuningCache:
                 raise
 
     def _load(self) -> tuple[dict[str, list[str]], dict[str, list[int]]]:
-        """Paths and products of the file, as far as they are what `save` writes."""
+        """Read paths and products from the file, ignoring anything that `save` would not write."""
         if self.path is None:
             return {}, {}
         try:
@@ -134,7 +143,7 @@ class TuningCache:
 
 
 def _lists(values: object, kind: type[_Item]) -> dict[str, list[_Item]]:
-    """Those entries of an object that are lists of such items."""
+    """Return the entries of an object that are lists of items of this type."""
     if not isinstance(values, dict):
         return {}
     return {
@@ -145,10 +154,10 @@ def _lists(values: object, kind: type[_Item]) -> dict[str, list[_Item]]:
 
 
 def _key(model: LM, device: torch.device) -> dict[str, Any]:
-    """All that decides which kernels compete and how long they take, as JSON has it."""
+    """Return everything that decides which kernels compete and how long they take, for JSON."""
     gpu = torch.cuda.get_device_properties(device)
     shape = dataclasses.asdict(model.config)
-    del shape["eos_token_id"], shape["dtype"]  # that it was stored in
+    del shape["eos_token_id"], shape["dtype"]  # the type in which it was stored
     built = library.PATH.stat()
     try:
         version = importlib.metadata.version("minserve")

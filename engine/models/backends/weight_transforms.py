@@ -1,9 +1,9 @@
-"""What backends make of a model's weights: norms folded into matrices, and 8-bit matrices widened.
+"""Transformations of a model's weights: folds norms into matrices, and widens 8-bit matrices.
 
-Norms of layers whose weights are ones let what reads them read the residual stream. A product of
-many tokens takes as long in 8 bits as in 16: it is bound by arithmetic, and 8-bit weights would
-have to be widened for every one of them; so those who multiply many tokens have a copy of a
-quantised LM whose matrices are 16 bits wide.
+With norm weights of 1, the matrix after a norm can read the residual stream itself. A product of
+many tokens takes as long in 8 bits as in 16, because it is bound by arithmetic, and would convert
+the 8-bit weights every time. Backends that multiply many tokens therefore keep a copy of a
+quantised LM with 16-bit matrices.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from engine.models.minrnn.lm import LM, Layer
 from engine.models.quantize import dequantize
 from engine.models.quantized import quantized_matrices
 
-_BLOCK = 2**24  # weights that are widened at once
+_BLOCK = 2**24  # weights converted at once
 
 
 @torch.no_grad()
 def move_norm_weights(model: LM) -> None:
-    """Into the matrices that read the norms of its layers, which keep ones: RMSNorm(x) W^T =
-    (x / rms) (weight * W)^T. What the model computes stays the same but for the rounding of these
-    matrices, as do tensors that it had: other models may share them. Waits for the device."""
+    """Fold the weights of layer norms into the matrices that read them, and set them to 1.
+
+    RMSNorm(x) W^T = (x / rms) (weight * W)^T. The model computes the same except for the rounding
+    of these matrices. The previous tensors are not modified, since other models may share them.
+    Waits for the device.
+    """
     for layer in cast("Iterable[Layer]", model.layers):
         _move(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
         if layer.mlp is not None:
             _move(layer.mlp.norm, cast("nn.Linear", layer.mlp.up))
     device = model.norm.weight.device
     if device.type == "cuda":
-        # Kernels may read weights before the one ahead on the stream has ended.
+        # Kernels may prefetch weights before the previous kernel on the stream has ended.
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # of the matrices that were replaced
+        torch.cuda.empty_cache()  # memory of the replaced matrices
 
 
 def _move(norm: nn.RMSNorm, reader: nn.Linear) -> None:
@@ -46,10 +49,10 @@ def _move(norm: nn.RMSNorm, reader: nn.Linear) -> None:
 
 
 def widened(model: LM) -> LM:
-    """`model`, quantised, with its matrices in the type of its norms, on its device and in
-    evaluation mode. What is not quantised is shared.
+    """Return a copy of a quantised model with matrices in the type of its norms.
 
-    A weight is its 8-bit value times its row's scale, rounded.
+    It is on the same device, in evaluation mode; tensors that are not quantised are shared. A
+    weight is its 8-bit value times its row's scale, rounded.
     """
     config = dataclasses.replace(model.config, quantization=None)
     with torch.device("meta"):
@@ -62,7 +65,7 @@ def widened(model: LM) -> LM:
 
 
 def _wide(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, columns], some rows after another: in fp32 all would take twice as much memory."""
+    """Return the matrix [rows, columns], converted in blocks to save memory for the fp32 copy."""
     wide = torch.empty(values.shape, dtype=dtype, device=values.device)
     rows = max(1, _BLOCK // max(1, values.shape[1]))
     for to, *of in zip(wide.split(rows), values.split(rows), scale.split(rows), strict=True):
@@ -71,6 +74,6 @@ def _wide(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_of_copy(model: LM) -> int:
-    """What `widened` takes of the device's memory."""
+    """Return the bytes of device memory that `widened` needs."""
     size = model.norm.weight.element_size()
     return size * sum(model.get_parameter(name).numel() for name in quantized_matrices(model))

@@ -1,7 +1,7 @@
-"""Importers of other projects' weights: a state dict goes in, a checkpoint folder comes out.
+"""Converts other projects' weights: from a state dict to a checkpoint folder.
 
-reading.py gets tensors out of files, minlm.py knows the layouts, and `convert` here puts the
-result on the disk, whole or not at all.
+reading.py gets tensors out of files, minlm.py knows the layouts, and `convert` here writes the
+folder, completely or not at all.
 """
 
 from __future__ import annotations
@@ -47,23 +47,31 @@ def convert(
     eos_token_id: int | Sequence[int] | None = None,
     quantize: Quantization | None = None,
 ) -> ModelConfig:
-    """Writes the checkpoint folder `destination` from a state dict, and says what it describes.
+    """Write the checkpoint folder `destination` from a state dict, and return its config.
 
-    `source` is a .safetensors file, a file that torch.save wrote (read with weights_only: nothing
-    else is unpickled), or a checkpoint folder of minserve, to save it anew. A tokenizer.json beside
-    the weights is copied, and the end-of-text tokens that a generation_config.json there names go
-    into config.json. The keywords replace what the weights show (None) and are needed where
-    they do not show it: `normalize_gates` False for a minLSTM whose gates were not normalised,
-    `norm_eps` for a norm's epsilon other than its project's default. `quantize` quantises the
-    source's weights (not what `dtype` would round them to), so that the folder loads to the very
-    bits that quantising the source at load gives.
+    A tokenizer.json beside the weights is copied. The end-of-text ids of a generation_config.json
+    there go into config.json. The keyword arguments replace what the weights show (None), and are
+    needed where the weights do not show it.
 
-    Raises CheckpointError (a source that is missing, damaged or of unknown layout, a destination
-    that holds something) and ConfigError (a replacement that the model cannot have, weights
-    that are quantised in another way); then nothing is written.
+    Args:
+        source: a .safetensors file, a file written by torch.save (read with weights_only: nothing
+        else is unpickled), or a minserve checkpoint folder to convert.
+        destination: the folder to write; must not exist, or be empty.
+        dtype: type of the stored weights.
+        normalize_gates: False for a minLSTM whose gates were not normalised.
+        norm_eps: the norms' epsilon, if it is not the default of the source project.
+        eos_token_id: end-of-text ids.
+        quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
+        bitwise equal to the source quantised at load.
+
+    Raises:
+        CheckpointError: the source is missing, damaged or of unknown layout, or the destination is
+        not empty.
+        ConfigError: an argument that the model cannot have, or weights that are already quantised
+        in another way. In both cases nothing is written.
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise CheckpointError(f"{destination}: exists; give a folder that does not")
+        raise CheckpointError(f"{destination}: already exists; give a new or empty folder")
     model, config = _read(source)
     folder = source if has_folder(source) else source.parent
     if folder != source and eos_token_id is None:
@@ -91,7 +99,7 @@ def _read(source: Path) -> tuple[LM, ModelConfig]:
     if has_folder(source):
         if not has_file(source / CONFIG):
             raise CheckpointError(
-                f"{source}: a folder without {CONFIG}; give the file that holds the state dict"
+                f"{source}: a folder without {CONFIG}; give the file that has the state dict"
             )
         return load_model(source, "cpu")
     if has_file(source):

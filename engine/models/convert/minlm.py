@@ -1,6 +1,6 @@
-"""The layout of minGRU-pytorch's `minLM` and of BorealisAI/minRNNs' `Model`, its descendant.
+"""Converts state dicts of minGRU-pytorch's `minLM` and its descendant, BorealisAI/minRNNs' `Model`.
 
-Both stack [conv, norm, cell, norm, feed-forward] under `layers.<i>.<0 to 4>`. What differs:
+Both stack [conv, norm, cell, norm, feed-forward] under `layers.<i>.<0 to 4>`. They differ in:
 
 |                       | minGRU-pytorch 0.2.1        | BorealisAI/minRNNs                  |
 |-----------------------|-----------------------------|-------------------------------------|
@@ -11,7 +11,7 @@ Both stack [conv, norm, cell, norm, feed-forward] under `layers.<i>.<0 to 4>`. W
 | init_hidden_state     | none                        | optional; h_0 = g of it             |
 | feed-forward          | always there                | optional; without it its norm stays |
 
-Everything else is read off the shapes. The fused projection of a cell has the candidate first
+Everything else follows from the shapes. The fused projection of a cell has the candidate first
 (hidden, gate; hidden, f, i); in this project it comes last.
 """
 
@@ -42,9 +42,9 @@ _DTYPES: dict[torch.dtype, DtypeName] = {
 
 
 def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config that names and shapes show, and the weights under this project's names.
+    """Return the config that names and shapes show, and the weights under this project's names.
 
-    Raises CheckpointError that names the first tensor which is missing, unknown or of a shape that
+    Raises CheckpointError, naming the first tensor that is missing, unknown or of a shape that
     contradicts the others; ConfigError for shapes that no model here can have.
     """
     source = _Source(weights)
@@ -73,7 +73,7 @@ def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, 
 
 
 class _Source:
-    """A state dict from which tensors are taken; what is left at the end is of unknown meaning."""
+    """A state dict from which tensors are taken; tensors left at the end are unknown."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self._left = dict(weights)
@@ -82,7 +82,7 @@ class _Source:
         return name in self._left
 
     def take(self, name: str, *shape: int | None) -> Tensor:
-        """The tensor, whose shape must be `shape` (None: any size)."""
+        """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
         if name not in self._left:
             raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
         tensor = self._left.pop(name)
@@ -93,7 +93,7 @@ class _Source:
         ):
             wanted = ", ".join("*" if size is None else str(size) for size in shape)
             raise CheckpointError(
-                f"tensor {name!r} has the shape {list(tensor.shape)} where the others make it"
+                f"tensor {name!r} has shape {list(tensor.shape)}, but the other tensors require"
                 f" [{wanted}]; {SUPPORTED}"
             )
         return tensor
@@ -103,8 +103,10 @@ class _Source:
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def modules(self, prefix: str) -> list[str]:
-        """Modules under `prefix` that have a weight, in their order. nn.Sequential numbers them,
-        and dropout between them shifts the numbers."""
+        """Return the modules under `prefix` that have a weight, in order.
+
+        nn.Sequential numbers them, and dropout between them shifts the numbers.
+        """
         names = [
             name.removesuffix(".weight")
             for name in self._left
@@ -115,7 +117,7 @@ class _Source:
     def finish(self) -> None:
         for name, tensor in self._left.items():
             raise CheckpointError(
-                f"tensor {name!r} {list(tensor.shape)} belongs to no known layout; {SUPPORTED}"
+                f"tensor {name!r} {list(tensor.shape)} is not part of a known layout; {SUPPORTED}"
             )
 
 
@@ -123,14 +125,16 @@ def _refuse_other_models(weights: dict[str, Tensor]) -> None:
     for name in weights:
         if name.endswith("running_mean"):
             raise CheckpointError(
-                f"tensor {name!r} shows BatchNorm, which is not served; {SUPPORTED}"
+                f"tensor {name!r} shows BatchNorm, which is not supported; {SUPPORTED}"
             )
         if name.startswith("layer_in."):
-            raise CheckpointError(f"tensor {name!r} shows a model of vectors; {SUPPORTED}")
+            raise CheckpointError(
+                f"tensor {name!r} shows a model of vectors instead of tokens; {SUPPORTED}"
+            )
 
 
 def _layer(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
-    """One layer's tensors under this project's names."""
+    """Return one layer's tensors under this project's names."""
     layer = {"cell_norm.weight": _norm(source, f"{prefix}.1", width)}
     conv = source.modules(f"{prefix}.0")
     if conv:
@@ -161,8 +165,8 @@ def _cell(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
     fused = source.take(f"{projection}.weight", None, width)
     cell: dict[str, Tensor] = {}
     inner = width
-    # Only a minLM of expansion 1 has no out projection; its minLSTM has a projection name of its
-    # own, so three times the width under the shared name is a minGRU that lost its to_out.
+    # Only a minLM of expansion 1 has no out projection. Its minLSTM has a projection name of its
+    # own, so three times the width under the shared name is a minGRU without its to_out.
     shared_name = projection == names[0]
     if f"{prefix}.to_out.weight" in source or (shared_name and fused.shape[0] != 2 * width):
         cell["out.weight"] = source.take(f"{prefix}.to_out.weight", width, None)
@@ -171,8 +175,8 @@ def _cell(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
     gates = (2, 3) if shared_name else (3,)
     if fused.shape[0] not in [count * inner for count in gates]:
         raise CheckpointError(
-            f"tensor '{projection}.weight' has {fused.shape[0]} rows; with {inner} channels it has"
-            f" {' or '.join(str(count * inner) for count in gates)}"
+            f"tensor '{projection}.weight' has {fused.shape[0]} rows; with {inner} channels it must"
+            f" have {' or '.join(str(count * inner) for count in gates)}"
         )
     cell["gates.weight"] = _candidate_last(fused, inner)
     _take_bias(source, projection, fused.shape[0], cell, "gates.bias")
@@ -190,7 +194,7 @@ def _candidate_last(fused: Tensor, inner: int) -> Tensor:
 def _two(modules: list[str], prefix: str, what: str) -> tuple[str, str]:
     if len(modules) != 2:
         raise CheckpointError(
-            f"{prefix} has {len(modules)} weights ({', '.join(modules)}), not two ({what});"
+            f"{prefix} has {len(modules)} weights ({', '.join(modules)}) instead of two ({what});"
             f" {SUPPORTED}"
         )
     return modules[0], modules[1]
@@ -204,16 +208,22 @@ def _take_bias(
 
 
 def _norm(source: _Source, prefix: str, width: int) -> Tensor:
-    """RMSNorm's factor. torch.nn.RMSNorm calls it weight. The RMSNorm of earlier minGRU-pytorch,
-    from which BorealisAI/minRNNs descends, has a gamma and multiplies by gamma + 1."""
+    """Return RMSNorm's factor.
+
+    torch.nn.RMSNorm calls it weight. The RMSNorm of earlier minGRU-pytorch, from which
+    BorealisAI/minRNNs descends, has a gamma and multiplies by gamma + 1.
+    """
     if f"{prefix}.gamma" in source:
         return source.take(f"{prefix}.gamma", width).float() + 1
     return source.take(f"{prefix}.weight", width)
 
 
 def _norm_eps(source: _Source, prefix: str, dtype: torch.dtype) -> float:
-    """The epsilon of the two: the gamma form divides by the norm, at least 1e-12;
-    torch.nn.RMSNorm's default is the epsilon of its input's dtype."""
+    """Return the default epsilon of the norm's form.
+
+    The gamma form divides by the norm, at least 1e-12. torch.nn.RMSNorm's default is the epsilon of
+    its input's dtype.
+    """
     return 1e-12 if f"{prefix}.gamma" in source else float(torch.finfo(dtype).eps)
 
 
@@ -223,13 +233,13 @@ def _refuse_unlike_layers(layers: list[dict[str, Tensor]]) -> None:
         if layer != shapes[0]:
             name = next(n for n in layer | shapes[0] if layer.get(n) != shapes[0].get(n))
             raise CheckpointError(
-                f"layers.{index} differs from layers.0: its {name} has the shape"
-                f" {layer.get(name, 'none')}, not {shapes[0].get(name, 'none')}"
+                f"layers.{index} differs from layers.0: its {name} has shape"
+                f" {layer.get(name, 'none')} instead of {shapes[0].get(name, 'none')}"
             )
 
 
 def _layer_config(layer: dict[str, Tensor], width: int) -> dict[str, Any]:
-    """ModelConfig's fields that one layer shows."""
+    """Return the fields of ModelConfig that one layer shows."""
     rows = layer["cell.gates.weight"].shape[0]
     inner = layer["cell.out.weight"].shape[1] if "cell.out.weight" in layer else width
     hidden = layer["mlp.up.weight"].shape[0] if "mlp.up.weight" in layer else 0
@@ -248,7 +258,9 @@ def _layer_config(layer: dict[str, Tensor], width: int) -> dict[str, Any]:
 
 
 def _ratio(size: int, width: int) -> float:
-    """The number r with int(width * r) == size: the quotient, or its neighbour where rounding
-    makes the product fall short."""
+    """Return r with int(width * r) == size.
+
+    It is the quotient, or the next float if rounding makes the product too small.
+    """
     ratio = size / width
     return ratio if int(width * ratio) == size else math.nextafter(ratio, math.inf)

@@ -1,4 +1,4 @@
-"""Gets a state dict out of a file that somebody else wrote, without running anything of it."""
+"""Reads a state dict from a file that somebody else wrote, without executing anything in it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 
-# Where training scripts put the weights beside the optimizer's state and their counters.
+# Keys under which training scripts store the weights, beside optimizer state and counters.
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict")
-# What DistributedDataParallel and torch.compile put in front of every name.
+# Prefixes that DistributedDataParallel and torch.compile add to every name.
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Names to tensors, on the CPU. Raises CheckpointError without the path in its message."""
+    """Return tensors by name, on the CPU.
+
+    Raises CheckpointError; its message does not contain the path.
+    """
     if not path.is_file():
         raise CheckpointError("no such file")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -28,8 +31,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     if not (isinstance(content, dict) and _is_state_dict(content)):
         held = list(content)[:5] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"holds no state dict, neither by itself nor under {' or '.join(_NESTED_UNDER)}, but"
-            f" {held}"
+            f"contains no state dict, neither at its top level nor under"
+            f" {' or '.join(_NESTED_UNDER)}, but {held}"
         )
     return _unwrapped(content)
 
@@ -60,15 +63,15 @@ def _read_torch(path: Path) -> object:
     try:
         content: object = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can fail in any way
-        # As the checkpoints that BorealisAI/minRNNs' training script writes (attrdict's AttrDict).
+        # For example in checkpoints of BorealisAI/minRNNs' training script (attrdict's AttrDict).
         if match := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"holds Python objects besides tensors ({match[1]}), which are never unpickled;"
-                " where you trust the file, save its weights alone:"
+                f"contains Python objects besides tensors ({match[1]}), which are never unpickled;"
+                " if you trust the file, save only its weights:"
                 " torch.save(dict(checkpoint['model']), 'weights.pt')"
             ) from error
         raise CheckpointError(
-            "damaged, or neither a safetensors file nor one that torch.save wrote"
+            "damaged, or neither a safetensors file nor a file written by torch.save"
             f" ({type(error).__name__})"
         ) from error
     return content

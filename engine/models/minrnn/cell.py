@@ -1,11 +1,12 @@
 """Cell: a recurrence between two linear projections.
 
-A cell projects its input to pre-activations, runs its recurrence over them and projects the hidden
-states back. Only the recurrence differs from cell to cell, so a new cell is one small file with
-three operator calls and an entry in `lm.CELLS`.
+A cell projects its input to pre-activations, runs its recurrence over them, and projects the hidden
+states back. Only the recurrence differs between cells, so a new cell is one small file with three
+operator calls and an entry in `lm.CELLS`.
 
-Sequences are packed: tokens of all sequences follow each other, sequence s owns the tokens from
-cu_seqlens[s] up to cu_seqlens[s + 1] and the state row slots[s]; a negative slot is skipped.
+Sequences are packed: the tokens of all sequences follow one another. Sequence s has the tokens from
+cu_seqlens[s] to cu_seqlens[s + 1] (exclusive) and the state row slots[s]; a negative slot is
+skipped.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from engine.models.quantized import linear
 
 
 def g(x: Tensor) -> Tensor:
-    """x + 0.5 for x >= 0, else sigmoid(x): positive and continuous (arXiv 2410.01201, B.3)."""
+    """Return x + 0.5 for x >= 0, else sigmoid(x); positive, continuous (arXiv 2410.01201, B.3)."""
     return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
 
 
 class Cell(nn.Module, ABC):
-    """x [tokens, d_model] -> pre-activations [tokens, gates * inner] -> h [tokens, inner] ->
-    [tokens, d_model].
+    """Base class of the cells: input projection, recurrence, output projection.
 
-    Subclasses name the recurrence's three operators. The order of the pre-activations is theirs.
+    Shapes: x [tokens, d_model] -> pre-activations [tokens, gates * inner] -> h [tokens, inner] ->
+    [tokens, d_model]. Subclasses define the recurrence by three operators, and the order of the
+    pre-activations.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -47,7 +49,7 @@ class Cell(nn.Module, ABC):
         )
 
     def initial_state(self) -> Tensor:
-        """h_0: [inner]; g(parameter), or zeros. In fp32, as states are (fp64 in a fp64 model)."""
+        """Return h_0 [inner]: g(parameter), or zeros; fp32, like states (fp64 in a fp64 model)."""
         weight = self.gates.weight
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         if self.initial is None:
@@ -55,18 +57,20 @@ class Cell(nn.Module, ABC):
         return g(self.initial.to(dtype))
 
     def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
-        """Reads packed sequences x [tokens, d_model] and leaves each one's last hidden state in
-        its row of `state` [rows, inner]."""
+        """Read packed sequences x [tokens, d_model]; return [tokens, d_model].
+
+        Each sequence's last hidden state is written to its row of `state` [rows, inner].
+        """
         y: Tensor = self.out(self.recur(self.gates(x), state, cu_seqlens, slots))
         return y
 
     def step(self, x: Tensor, state: Tensor, slots: Tensor) -> Tensor:
-        """Reads one token of every sequence: x [batch, d_model]."""
+        """Read one token of every sequence: x [batch, d_model] -> [batch, d_model]."""
         y: Tensor = self.out(self.recur_step(self.gates(x), state, slots))
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Differentiable: x [batch, time, d_model], every sequence from the initial state."""
+        """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
         batch, time, _ = x.shape
         pre = self.gates(x).flatten(0, 1)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
@@ -77,12 +81,12 @@ class Cell(nn.Module, ABC):
 
     @abstractmethod
     def recur(self, pre: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
-        """pre [tokens, gates * inner] -> h [tokens, inner]; `state` rows move on in place."""
+        """Run the recurrence: pre [tokens, gates * inner] -> h [tokens, inner]; updates `state`."""
 
     @abstractmethod
     def recur_step(self, pre: Tensor, state: Tensor, slots: Tensor) -> Tensor:
-        """pre [batch, gates * inner] -> h [batch, inner]; `state` rows move on in place."""
+        """Run one step: pre [batch, gates * inner] -> h [batch, inner]; updates `state`."""
 
     @abstractmethod
     def recur_train(self, pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None) -> Tensor:
-        """Differentiable twin of `recur` from h0 [sequences, inner] (None: zeros)."""
+        """Differentiable version of `recur`, from h0 [sequences, inner] (None: zeros)."""

@@ -1,7 +1,7 @@
 """Causal depthwise-separable convolution: each channel sees its last k inputs, then channels mix.
 
-When serving, the last k - 1 inputs of a sequence are part of its state, so that decoding token by
-token gives what reading the whole sequence gives. Before the first token they are zero.
+When serving, the last k - 1 inputs of a sequence are part of its state, so decoding token by token
+gives the same result as reading the whole sequence. Before the first token they are zero.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.ops import conv_scan, conv_step
 
 
 class CausalConv(nn.Module):
-    """x [tokens, d_model] -> [tokens, d_model].
+    """The convolution as a module: x [tokens, d_model] -> [tokens, d_model].
 
-    `weight` [d_model, k] holds the tap of the oldest input first, as torch's conv1d does. Its
-    initial values are conv1d's default too: uniform within 1 / sqrt(k).
+    `weight` [d_model, k] has the tap of the oldest input first, like torch's conv1d. It is
+    initialized like conv1d, too: uniform within 1 / sqrt(k).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -35,17 +35,17 @@ class CausalConv(nn.Module):
         self.pointwise = linear(config, width, width, bias=config.conv_bias)
 
     def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
-        """Packed x [tokens, d_model]; `state` [rows, k - 1, d_model] moves on in place."""
+        """Read packed x [tokens, d_model]; updates `state` [rows, k - 1, d_model] in place."""
         y: Tensor = self.pointwise(conv_scan(x, self.weight, self.bias, cu_seqlens, state, slots))
         return y
 
     def step(self, x: Tensor, state: Tensor, slots: Tensor) -> Tensor:
-        """One token of every sequence: x [batch, d_model]."""
+        """Read one token of every sequence: x [batch, d_model]."""
         y: Tensor = self.pointwise(conv_step(x, self.weight, self.bias, state, slots))
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Differentiable: x [batch, time, d_model], every sequence from its beginning."""
+        """Read x [batch, time, d_model], differentiably, every sequence from its beginning."""
         width, kernel = self.weight.shape
         padded = functional.pad(x.transpose(1, 2), (kernel - 1, 0))  # [batch, d_model, time]
         mixed = functional.conv1d(padded, self.weight.unsqueeze(1), self.bias, groups=width)

@@ -1,19 +1,21 @@
 """LM: the language model around a cell.
 
-Embedding; n layers of
+An embedding; n layers of
+
     x + conv(x)                  if conv_kernel
     x + cell(RMSNorm(x))
     x + MLP(RMSNorm(x))          if mlp_ratio; exact GELU
-then RMSNorm and the head (the embedding's own matrix when tied). This is the language model of
-"Were RNNs All We Needed?" (arXiv 2410.01201, appendix C).
 
-It is read in three ways that give the same function: `prefill` (packed prompts, state in place),
-`step` (one token of every sequence, state in place) and `forward` (differentiable, for training).
-`prefill`, `step` and `logits` never wait for the device, so they can be captured in a CUDA graph.
+then RMSNorm and the head (the embedding's matrix if tied). This is the language model of "Were RNNs
+All We Needed?" (arXiv 2410.01201, appendix C).
+
+Three methods compute the same function: `prefill` (packed prompts, state in place), `step` (one
+token of every sequence, state in place) and `forward` (differentiable, for training). `prefill`,
+`step` and `logits` never wait for the device, so they can be captured in a CUDA graph.
 
 With `config.quantization` the matrices are quantised: projections, pointwise convolutions, MLPs and
-the head, or the embedding where it is the head. An untied embedding, of which a token reads one
-row, norms, biases, convolution taps and initial states are not. Such a model cannot be trained.
+the head, or the embedding if it is the head. An untied embedding (of which a token reads one row),
+norms, biases, convolution taps and initial states are not. Such a model cannot be trained.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ CELLS: dict[CellName, type[Cell]] = {"mingru": MinGRU, "minlstm": MinLSTM}
 
 
 class MLP(nn.Module):
-    """x [..., d_model] -> RMSNorm -> mlp_hidden channels -> exact GELU -> [..., d_model]."""
+    """The feed-forward block: x [..., d_model] -> RMSNorm -> mlp_hidden -> GELU -> d_model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One residual layer; the three reads of the model go through it in the same order."""
+    """One residual layer; `scan`, `step` and `forward` compute the same function."""
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Layer(nn.Module):
     def scan(
         self, x: Tensor, cell: Tensor, conv: Tensor | None, cu_seqlens: Tensor, slots: Tensor
     ) -> Tensor:
-        """x [tokens, d_model]; cell [rows, inner] and conv [rows, k - 1, d_model] in place."""
+        """Read packed x [tokens, d_model]; updates cell [rows, inner], conv [rows, k - 1, ...]."""
         if self.conv is not None:
             assert conv is not None
             x = x + self.conv.scan(x, conv, cu_seqlens, slots)
@@ -72,7 +74,7 @@ class Layer(nn.Module):
         return x if self.mlp is None else x + self.mlp(x)
 
     def step(self, x: Tensor, cell: Tensor, conv: Tensor | None, slots: Tensor) -> Tensor:
-        """x [batch, d_model]; cell [rows, inner] and conv [rows, k - 1, d_model] in place."""
+        """Read one token each, x [batch, d_model]; updates cell and conv as `scan` does."""
         if self.conv is not None:
             assert conv is not None
             x = x + self.conv.step(x, conv, slots)
@@ -80,7 +82,7 @@ class Layer(nn.Module):
         return x if self.mlp is None else x + self.mlp(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [batch, time, d_model], differentiable."""
+        """Read x [batch, time, d_model], differentiably, from the initial state."""
         if self.conv is not None:
             x = x + self.dropout(self.conv(x))
         x = x + self.dropout(self.cell(self.cell_norm(x)))
@@ -91,21 +93,22 @@ def _embedding(config: ModelConfig) -> nn.Embedding | QuantEmbedding:
     if config.quantization is not None and config.tie_embeddings:
         return QuantEmbedding(config.vocab_size, config.d_model, config.quantization)
     weight = torch.empty(config.vocab_size, config.d_model)
-    if not weight.is_meta:  # drawing there imports torch's compiler: a second of every start
+    # on the meta device, normal_ imports torch's compiler, which takes a second
+    if not weight.is_meta:
         nn.init.normal_(weight, std=config.d_model**-0.5 if config.tie_embeddings else 1.0)
     embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
     return embedding
 
 
 class LM(nn.Module):
-    """The model that a ModelConfig describes; its parameters' names are the checkpoint's.
+    """The language model that a ModelConfig describes; parameter names are the checkpoint's.
 
     `dropout` is the training probability on the embedding and on every residual branch.
 
-    Initial values are torch's defaults, as in the public implementations of the paper: linear maps
+    Initial values are torch's defaults, as in the paper's public implementations: linear maps
     uniform within 1 / sqrt(inputs), embeddings N(0, 1). A tied embedding is also the head, where
-    N(0, 1) would start training with logits of deviation sqrt(d_model); it is drawn from
-    N(0, 1 / d_model), which makes that 1.
+    N(0, 1) would start training with logits of standard deviation sqrt(d_model). It is therefore
+    initialized from N(0, 1 / d_model), which makes that 1.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
@@ -132,10 +135,16 @@ class LM(nn.Module):
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """Reads packed sequences, each going on from its row of `state`, which it moves on.
+        """Read packed sequences, each continuing from its row of `state`; updates `state`.
 
-        tokens [tokens] int32 or int64, cu_seqlens [sequences + 1] int32, slots [sequences] int32
-        -> hidden states after the final norm [tokens, d_model]. Token ids must be in range.
+        Args:
+            tokens: int32 or int64 [tokens]; ids must be in range.
+            cu_seqlens: int32 [sequences + 1].
+            state: the rows of all sequences.
+            slots: int32 [sequences].
+
+        Returns:
+            Hidden states after the final norm [tokens, d_model].
         """
         x = self._embed(tokens)  # [tokens, d_model]
         for index, layer in enumerate(self._layers):
@@ -146,8 +155,10 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """Reads one token of every sequence: tokens [batch], slots [batch] int32
-        -> hidden states after the final norm [batch, d_model]."""
+        """Read one token of every sequence; updates `state` in place.
+
+        tokens [batch], slots [batch] int32 -> hidden states after the final norm [batch, d_model].
+        """
         x = self._embed(tokens)  # [batch, d_model]
         for index, layer in enumerate(self._layers):
             conv = None if state.conv is None else state.conv[index]
@@ -156,7 +167,7 @@ class LM(nn.Module):
         return hidden
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """tokens [...] -> [..., d_model], in the type that the activations have."""
+        """Look up tokens [...]; return [..., d_model] in the type of the activations."""
         x: Tensor
         if isinstance(self.embedding, QuantEmbedding):
             x = self.embedding(tokens, self.norm.weight.dtype)
@@ -165,11 +176,11 @@ class LM(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, d_model] -> [n, vocab_size] in fp32, also with 16-bit weights (fp64 in a fp64
-        model, which can only be trained).
+        """Return the logits fp32 [n, vocab_size] of hidden [n, d_model].
 
-        With 16-bit weights the products are summed in fp32 and the sums are not rounded to 16 bits,
-        which would move a bf16 logit by up to 1 part in 256.
+        They are fp32 with 16-bit weights too (fp64 in a fp64 model, which can only be trained).
+        With 16-bit weights the products are summed in fp32 and not rounded to 16 bits, which would
+        change a bf16 logit by up to 1 part in 256.
         """
         head = self.embedding if self.head is None else self.head
         weight = head.weight
@@ -184,8 +195,10 @@ class LM(nn.Module):
         return logits if self.head_bias is None else logits + self.head_bias
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Differentiable: tokens [batch, time], every sequence from the initial state, -> logits
-        [batch, time, vocab_size] in fp32."""
+        """Compute logits differentiably, every sequence from the initial state.
+
+        tokens [batch, time] -> logits fp32 [batch, time, vocab_size].
+        """
         x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
         for layer in self._layers:
             x = layer(x)
@@ -194,10 +207,10 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def initial_state_rows(self) -> Tensor:
-        """Every layer's h_0: [layers, inner] fp32."""
+        """Return every layer's h_0: [layers, inner] fp32."""
         return torch.stack([layer.cell.initial_state() for layer in self._layers])
 
     def new_state(self, rows: int) -> ModelState:
-        """State for `rows` sequences that have read nothing yet."""
+        """Return the state of `rows` sequences that have read nothing."""
         device = self.embedding.weight.device
         return new_state(self.config, rows, self.initial_state_rows(), device)

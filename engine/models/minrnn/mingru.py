@@ -1,6 +1,6 @@
 """minGRU: h_t = (1 - z_t) h_{t-1} + z_t g(v_t) with z = sigmoid(k) (arXiv 2410.01201, section 3.1).
 
-The gates read the input alone, which is what lets a prompt be read in parallel.
+The gates depend on the input only, so a prompt can be read in parallel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.ops import mingru_scan, mingru_scan_train, mingru_step
 
 
 class MinGRU(Cell):
-    """Pre-activations [k | v]: update gate, candidate."""
+    """The minGRU cell; pre-activations [k | v]: update gate, candidate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -14,7 +14,7 @@ from engine.ops import minlstm_scan, minlstm_scan_train, minlstm_step
 
 
 class MinLSTM(Cell):
-    """Pre-activations [f | i | v]: forget gate, input gate, candidate."""
+    """The minLSTM cell; pre-activations [f | i | v]: forget gate, input gate, candidate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
