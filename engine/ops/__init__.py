@@ -1,7 +1,8 @@
 """The compiled operators as Python functions; importing this loads the library.
 
-A module has the wrappers of operators that share a kernel or a recurrence, float64 references in
-plain torch, and registers the shape functions and, where there are any, the gradients.
+Each module has the wrappers of operators that share a kernel or a recurrence, and float64
+references in plain torch. It registers the operators' shape functions and, where there are any,
+their gradients.
 """
 
 from engine.ops.conv1d import conv_scan, conv_step

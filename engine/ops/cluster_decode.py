@@ -1,11 +1,11 @@
-"""cluster_step: one token of up to about a hundred sequences through a small model in one kernel,
-on Hopper.
+"""cluster_step: one token of up to about a hundred sequences through a small model in one kernel.
 
-Sixteen blocks, a cluster, have up to 32 sequences and all weights of the layers, a sixteenth each.
-What they tell each other stays in their shared memory, so that a product costs the time of its
-weights and of one exchange, not that of a kernel. Every cluster reads all weights, most of them
-from the L2 cache, where others have just been before, so the layers of a model have 67 million of
-them at most. Its head, too, or, where that is large, a head apart reads what the last norm gives.
+For Hopper. A cluster of sixteen blocks processes up to 32 sequences and holds a sixteenth of all
+layers' weights in each block. Blocks exchange data through their shared memory, so a product costs
+the time to read its weights and one exchange, not a kernel launch. Every cluster reads all weights,
+mostly from the L2 cache, where other clusters have just read them. A model's layers therefore have
+at most 67 million weights. The kernel also computes the head; if that is large, a separate head
+reads the output of the last norm.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 
-#: Blocks that share a model's weights.
+# Blocks that share a model's weights.
 BLOCKS = 16
 
-_TILE = 16  # rows by as many inputs, 32 lanes with eight of them each
-_PAIRS = 6  # of a block's warps, each with a stream of weights of its own
+_TILE = 16  # rows by as many inputs; 32 lanes with eight weights each
+_PAIRS = 6  # pairs of warps in a block, each with its own stream of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLayer:
-    """A layer's tensors on one GPU, bfloat16 and contiguous: matrices [rows, inputs], biases [rows]
-    or None. Norms have no weights of their own: they are in the matrices that read what they divide
-    (see engine/ops/fused_norm.py). Without a convolution `taps` and `mix` are None, without an MLP
-    `up` and `down`."""
+    """A layer's tensors on one GPU, bfloat16 and contiguous.
+
+    Matrices are [rows, inputs], biases [rows] or None. Norms have no weights of their own; these
+    are folded into the matrices after them (engine/ops/fused_norm.py). Without a convolution `taps`
+    and `mix` are None, without an MLP `up` and `down`.
+    """
 
     gates: Tensor  # [gates * inner, d_model], gate by gate
     out: Tensor  # [d_model, inner]
@@ -40,7 +42,7 @@ class ClusterLayer:
     out_bias: Tensor | None = None
     taps: Tensor | None = None  # [d_model, K], the oldest input's first
     taps_bias: Tensor | None = None
-    mix: Tensor | None = None  # [d_model, d_model], of what comes out of the convolution
+    mix: Tensor | None = None  # [d_model, d_model], the pointwise part of the convolution
     mix_bias: Tensor | None = None
     up: Tensor | None = None  # [hidden, d_model]
     up_bias: Tensor | None = None
@@ -49,20 +51,24 @@ class ClusterLayer:
 
 
 class ClusterProgram:
-    """A model whose weights have been packed, once more, for the kernel. Keeps the other tensors of
-    its layers (biases, taps). Waits for the device.
+    """A model whose weights were packed for the kernel, as a copy.
+
+    Keeps the other tensors of its layers (biases, taps). Waits for the device.
 
     Args:
         table: the embedding [ids, d_model].
         layers: as many as `refusal` allows.
-        head: [vocabulary, d_model], times the last norm's weight; None: a run ends with hidden
-            states, for a head apart.
+        head: [vocabulary, d_model], with the last norm's weight folded in; None: a run returns
+        hidden states, for a separate head.
         head_bias: [vocabulary].
-        norm: without a head the last norm's weight, [d_model].
+        norm: without a head, the last norm's weight [d_model].
         gates: 2: minGRU, 3: minLSTM.
-        eps: of the norms.
+        linear_candidate: g(x) = x.
+        normalize_gates: for minLSTM: f' + i' = 1.
+        eps: the norms' epsilon.
 
-    Raises RuntimeError: shapes or dtypes do not fit the kernel (`refusal`), or each other.
+    Raises:
+        RuntimeError: shapes or dtypes do not fit the kernel (`refusal`), or each other.
     """
 
     def __init__(
@@ -78,7 +84,7 @@ class ClusterProgram:
         normalize_gates: bool,
         eps: float,
     ) -> None:
-        _require((head is None) == (norm is not None), "there must be a head or a norm")
+        _require((head is None) == (norm is not None), "either a head or a norm is required")
         _check(table, layers, head, head_bias, norm, gates)
         self._table, self._head_bias, self._norm = table, head_bias, norm
         self._vocabulary = 0 if head is None else len(head)
@@ -91,22 +97,23 @@ class ClusterProgram:
         self._plan = torch.tensor(
             [self._indices(layer) for layer in layers], dtype=torch.int64, device="cpu"
         )
-        if table.is_cuda:  # weights are read before the kernel ahead on the stream has ended
+        # the kernel prefetches weights before the previous kernel on the stream has ended
+        if table.is_cuda:
             torch.cuda.synchronize(table.device)
 
     def run(self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None) -> Tensor:
-        """One token of every row.
+        """Read one token of every row.
 
         Args:
-            tokens: int32 [batch]; an id out of range is a row of zeros.
-            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
-                be named twice.
+            tokens: int32 [batch]; an id out of range is read as a row of zeros.
+            slots: int32 [batch]; negative: a padding row, whose logits are undefined. No row may
+            occur twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
             conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
-                convolutions.
+            convolutions.
 
         Returns:
-            logits, float32 [batch, vocabulary]; without a head the last norm's results, bfloat16
+            Logits, float32 [batch, vocabulary]; without a head the last norm's output, bfloat16
             [batch, d_model].
 
         Raises:
@@ -114,8 +121,8 @@ class ClusterProgram:
         """
         if conv is not None and conv.shape[2] + 1 != self._taps:
             raise RuntimeError(
-                f"minserve::cluster_step: conv must have {self._taps} taps - 1 inputs of each"
-                f" channel, got {list(conv.shape)}"
+                f"minserve::cluster_step: conv must have {self._taps} - 1 inputs of each channel,"
+                f" got {list(conv.shape)}"
             )
         result: Tensor = torch.ops.minserve.cluster_step(
             tokens,
@@ -138,7 +145,7 @@ class ClusterProgram:
         return result
 
     def _indices(self, layer: ClusterLayer) -> list[int]:
-        """A row of the plan, as csrc/cluster_decode/op.cpp reads it: -1 for what is not there."""
+        """Return a row of the plan for csrc/cluster_decode/op.cpp: indices; -1 for no tensor."""
         of_layer = (
             layer.taps,
             layer.taps_bias,
@@ -157,8 +164,10 @@ class ClusterProgram:
 
 
 def refusal(*, layers: int, width: int, inner: int, hidden: int, taps: int) -> str:
-    """Why the kernel takes no model of so many layers and channels, in any build of the library;
-    "": it does."""
+    """Return why the kernel does not support a model of these sizes; "": it does.
+
+    The answer is the same in any build of the library.
+    """
     why: str = torch.ops.minserve.cluster_step_refusal(layers, width, inner, hidden, taps)
     return why
 
@@ -176,7 +185,7 @@ def _check(
     norm: Tensor | None,
     gates: int,
 ) -> None:
-    """RuntimeError where tensors do not fit each other or the kernel."""
+    """Raise RuntimeError if tensors do not fit each other or the kernel."""
     width, first = table.shape[1], layers[0]
     inner, hidden = first.out.shape[1], 0 if first.up is None else len(first.up)
     count = 0 if first.taps is None else first.taps.shape[1]
@@ -213,7 +222,7 @@ def _check(
             optional = name.endswith("_bias") and shape is not None
             _require(
                 optional or (tensor is None) == (shape is None),
-                f"{name} of layer {number} is missing, or not of such a model",
+                f"{name} of layer {number} is missing, or does not belong in such a model",
             )
     for name, tensor, shape in of_model:
         _require(
@@ -228,7 +237,7 @@ def _check(
 
 
 def _products(layer: ClusterLayer, gates: int) -> list[list[Tensor]]:
-    """What each pair of warps reads of a layer, in its order: [BLOCKS, tiles, 256] each."""
+    """Return what each pair of warps reads of a layer, in order: [BLOCKS, tiles, 256] each."""
     products = [_gate_rows(layer.gates, gates), _parts(layer.out)]
     if layer.mix is not None:
         products.insert(0, _rows(layer.mix))
@@ -238,7 +247,7 @@ def _products(layer: ClusterLayer, gates: int) -> list[list[Tensor]]:
 
 
 def _packed(layers: Sequence[ClusterLayer], head: Tensor | None, gates: int) -> Tensor:
-    """[BLOCKS, _PAIRS, weights]: streams of pairs, filled up to the longest, the first's."""
+    """Return [BLOCKS, _PAIRS, weights]: the pairs' streams, padded to the longest, the first."""
     products = [product for layer in layers for product in _products(layer, gates)]
     if head is not None:
         products.append(_head_rows(head))
@@ -248,9 +257,11 @@ def _packed(layers: Sequence[ClusterLayer], head: Tensor | None, gates: int) -> 
 
 
 def _tiles(weight: Tensor) -> Tensor:
-    """[..., rows, inputs], multiples of 16 -> [..., rows / 16, inputs / 16, 256]: as lanes hold
-    them. Lane t has of the rows t / 4 and t / 4 + 8 the inputs 2 (t % 4) and 2 (t % 4) + 1, then of
-    both these eight inputs on (PTX ISA, mma.m16n8k16)."""
+    """Arrange [..., rows, inputs], multiples of 16, as tiles: [..., rows / 16, inputs / 16, 256].
+
+    Weights are in the order of lanes. Of rows t / 4 and t / 4 + 8, lane t has the inputs 2 (t % 4)
+    and 2 (t % 4) + 1, then both of these eight inputs further on (PTX ISA, mma.m16n8k16).
+    """
     *before, rows, inputs = weight.shape
     split = weight.reshape(*before, rows // _TILE, 2, 8, inputs // _TILE, 2, 4, 2)
     n = len(before)
@@ -260,19 +271,19 @@ def _tiles(weight: Tensor) -> Tensor:
 
 
 def _shared_out(units: Tensor) -> list[Tensor]:
-    """[BLOCKS, units, tiles, 256] -> what each pair has, which take turns."""
+    """Distribute [BLOCKS, units, tiles, 256] over the pairs of warps, in turn."""
     return [units[:, pair::_PAIRS].flatten(1, 2) for pair in range(_PAIRS)]
 
 
 def _rows(weight: Tensor) -> list[Tensor]:
-    """Neighbouring rows for each block, filled up with zeros to whole tiles."""
+    """Assign adjacent rows to each block, padded with zeros to whole tiles."""
     own = weight.reshape(BLOCKS, -1, weight.shape[1])
     own = functional.pad(own, (0, 0, 0, -own.shape[1] % _TILE))
     return _shared_out(_tiles(own))
 
 
 def _gate_rows(weight: Tensor, gates: int) -> list[Tensor]:
-    """Units of eight channels, all gates together: two are a tile, three are two with zeros."""
+    """Assign units of eight channels with all gates: two fill a tile, three are padded to two."""
     units = weight.reshape(gates, BLOCKS, -1, 8, weight.shape[1]).permute(1, 2, 0, 3, 4)
     units = functional.pad(units, (0, 0, 0, 0, 0, gates % 2))
     count = units.shape[1]
@@ -281,8 +292,11 @@ def _gate_rows(weight: Tensor, gates: int) -> list[Tensor]:
 
 
 def _parts(weight: Tensor) -> list[Tensor]:
-    """All rows of neighbouring inputs for each block: a warp has every twelfth tile of rows, a pair
-    those of its two warps by turns, sixteen inputs after sixteen."""
+    """Assign all rows of adjacent inputs to each block.
+
+    A warp has every twelfth tile of rows. A pair has those of its two warps alternately, sixteen
+    inputs at a time.
+    """
     rows = -len(weight) % (2 * _PAIRS * _TILE)
     tiles = _tiles(functional.pad(weight, (0, 0, 0, rows)))  # [rows / 16, inputs / 16, 256]
     parts = tiles.reshape(-1, _PAIRS, 2, BLOCKS, tiles.shape[1] // BLOCKS, _TILE * _TILE)
@@ -292,7 +306,7 @@ def _parts(weight: Tensor) -> list[Tensor]:
 
 
 def _head_rows(head: Tensor) -> list[Tensor]:
-    """Tiles of rows go round the blocks; the last ones are zeros."""
+    """Assign tiles of rows to the blocks in turn; the last ones are zeros."""
     rows = functional.pad(head, (0, 0, 0, -len(head) % (_TILE * BLOCKS)))
     tiles = _tiles(rows).reshape(-1, BLOCKS, head.shape[1] // _TILE, _TILE * _TILE)
     return _shared_out(tiles.transpose(0, 1))

@@ -1,8 +1,7 @@
 """Causal depthwise convolution with carried inputs: over packed sequences, and one step.
 
 y_t = bias + sum over k of weight[:, k] x_{t - (K - 1) + k}: torch's conv1d with groups = channels
-and K - 1 steps of left padding, where the padding is the state, the last K - 1 inputs of what came
-before.
+and K - 1 steps of left padding. The padding is the state: the last K - 1 inputs before.
 """
 
 from typing import Any
@@ -22,25 +21,25 @@ def conv_scan(
     state: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Convolves packed sequences, each continuing from its state row.
+    """Convolve packed sequences, each continuing from its state row.
 
     Args:
         x: inputs [tokens, channels]; float32, bfloat16 or float16.
         weight: [channels, K], x's dtype; weight[:, K - 1] multiplies the current token.
         bias: [channels], x's dtype, or None.
-        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling. Tokens
-            beyond the last entry are padding: their rows of the result are zero.
+        cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
+        Tokens beyond the last entry are padding: their rows of the result are zero.
         state: float32 [num_slots, K - 1, channels], the last K - 1 inputs, oldest first, channels
-            contiguous; **changed in place**, also by sequences shorter than K - 1.
-        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, skipped,
-            its rows of the result are zero. No row may be named twice.
+        contiguous; **changed in place**, also by sequences shorter than K - 1.
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
+        skipped; its rows of the result are zero. No row may occur twice.
 
     Returns:
         y [tokens, channels] in x's dtype, summed in float32.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
-            and slots (on CUDA, sequences with a slot out of range are skipped).
+        and slots (on CUDA, sequences with a slot out of range are skipped).
     """
     y: Tensor = torch.ops.minserve.conv_scan(x, weight, bias, cu_seqlens, state, slots)
     return y
@@ -49,22 +48,22 @@ def conv_scan(
 def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
 ) -> Tensor:
-    """One step: row r of x is the next input of state row slots[r].
+    """Compute one step: row r of x is the next input of state row slots[r].
 
-    It is conv_scan at one token per sequence: the state row moves on by one input.
+    It equals conv_scan with one token per sequence.
 
     Args:
         x: inputs [batch, channels]; float32, bfloat16 or float16.
-        weight, bias, state: as of `conv_scan`; state is **changed in place**.
-        slots: int32 [batch]; negative: a padding row, skipped, its result is zero. No row may be
-            named twice.
+        weight, bias, state: as for `conv_scan`; state is **changed in place**.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its result is zero. No row
+        may occur twice.
 
     Returns:
         y [batch, channels] in x's dtype, summed in float32.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
-            CUDA those rows are skipped).
+        CUDA those rows are skipped).
     """
     y: Tensor = torch.ops.minserve.conv_step(x, weight, bias, state, slots)
     return y
@@ -78,7 +77,7 @@ def conv_scan_reference(
     state: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """conv_scan in float64 and functional: (y, the new state)."""
+    """Reference of conv_scan in float64, without side effects; returns (y, the new state)."""
     x, weight = x.double(), weight.double()
     y, new_state = torch.zeros_like(x), state.double().clone()
     taps = weight.shape[1]
@@ -98,7 +97,7 @@ def conv_scan_reference(
 def conv_step_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """conv_step in float64 and functional: (y, the new state)."""
+    """Reference of conv_step in float64, without side effects; returns (y, the new state)."""
     cu_seqlens = torch.arange(x.shape[0] + 1, dtype=torch.int32)
     return conv_scan_reference(x, weight, bias, cu_seqlens, state, slots)
 

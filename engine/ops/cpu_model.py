@@ -1,9 +1,9 @@
 """lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
 
-`weights` and `plan` come from engine/models/backends/cpu.py, which names what they hold; the
-model's equations are those of engine/models/minrnn/lm.py. All threads go through a call's phases
-together and meet at barriers. Matrices are read once per call and row block; what is multiplied
-with bfloat16 weights is rounded to bfloat16 first, all else is fp32.
+`weights` and `plan` come from engine/models/backends/cpu.py, which describes them. The model's
+equations are those of engine/models/minrnn/lm.py. All threads go through a call's phases together
+and meet at barriers. Matrices are read once per call and block of rows. Factors of bfloat16 weights
+are rounded to bfloat16 first; everything else is fp32.
 """
 
 import torch
@@ -20,23 +20,23 @@ def lm_step(
     cell: Tensor,
     conv: Tensor | None,
 ) -> Tensor:
-    """One token of every row.
+    """Read one token of every row.
 
     Args:
         tokens: int32 or int64 [batch].
-        slots: int32 [batch]; negative: a padding row, skipped. No row may be named twice.
-        weights: uint8 [bytes], beginning at a multiple of 64 bytes.
+        slots: int32 [batch]; negative: a padding row, which is skipped. No row may occur twice.
+        weights: uint8 [bytes], aligned to 64 bytes.
         plan: int64 [numbers].
         cell: float32 [layers, slots, inner]; **changed in place**.
         conv: float32 [layers, slots, taps - 1, d_model], **changed in place**; None without
-            convolutions.
+        convolutions.
 
     Returns:
-        logits, float32 [batch, vocab].
+        Logits, float32 [batch, vocab].
 
     Raises:
         RuntimeError: shapes, types or devices do not fit, tokens or slots are out of range, or the
-            plan leads out of the weights.
+        plan refers to bytes outside of the weights.
     """
     logits: Tensor = torch.ops.minserve.lm_step(tokens, slots, weights, plan, cell, conv)
     return logits
@@ -51,7 +51,7 @@ def lm_prefill(
     cell: Tensor,
     conv: Tensor | None,
 ) -> Tensor:
-    """Packed prompts: sequence s owns tokens cu_seqlens[s] up to cu_seqlens[s + 1].
+    """Read packed prompts: sequence s has the tokens from cu_seqlens[s] to cu_seqlens[s + 1].
 
     Args:
         tokens: int32 or int64 [tokens].
@@ -60,10 +60,10 @@ def lm_prefill(
         weights, plan, cell, conv: as for `lm_step`.
 
     Returns:
-        hidden states after the final norm, float32 [tokens, d_model].
+        Hidden states after the final norm, float32 [tokens, d_model].
 
     Raises:
-        RuntimeError: as `lm_step`.
+        RuntimeError: as for `lm_step`.
     """
     hidden: Tensor = torch.ops.minserve.lm_prefill(
         tokens, cu_seqlens, slots, weights, plan, cell, conv
@@ -72,7 +72,9 @@ def lm_prefill(
 
 
 def lm_logits(hidden: Tensor, weights: Tensor, plan: Tensor) -> Tensor:
-    """hidden states after the final norm, float32 [n, d_model] -> logits, float32 [n, vocab].
+    """Return the logits of hidden states after the final norm.
+
+    hidden: float32 [n, d_model] -> logits float32 [n, vocab].
 
     Raises:
         RuntimeError: shapes, types or devices do not fit.

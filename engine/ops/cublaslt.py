@@ -1,7 +1,7 @@
-"""product_algorithms and product_: matrix products of torch's library by an algorithm of choice.
+"""product_algorithms and product_: matrix products with a chosen cuBLASLt algorithm.
 
-torch leaves the choice to cuBLAS. What the algorithms of its sibling cuBLASLt are for a product,
-and one of them by itself, cannot be had from torch's own operators.
+torch leaves the choice to cuBLAS, and offers no operator that lists the algorithms of cuBLASLt or
+runs a given one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 
 
 def product_algorithms(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """The ways in which cuBLASLt can compute `product_(out, x, weight, ...)`, its first choice
-    first: int64 [n, 8] on the CPU, a row each, in the library's own words: up to eight proposals
-    that need no workspace, and each without a cluster of blocks. None where torch has loaded no
-    cuBLASLt or that has none for such a product, and of no tokens.
+    """Return the algorithms with which cuBLASLt can compute `product_(out, x, weight, ...)`.
 
     Args:
         x: [tokens, inputs], bfloat16 or float16.
         weight: [rows, inputs], of x's dtype.
         out: [tokens, rows], of x's dtype or float32. Nothing is read or written.
 
-    All are contiguous, and they and their rows begin at multiples of 16 bytes.
+    All are contiguous, and they and their rows are aligned to 16 bytes.
+
+    Returns:
+        int64 [n, 8] on the CPU, one opaque row per algorithm, the library's first choice first: up
+        to eight proposals that need no workspace, and each again without a cluster of blocks. Empty
+        if torch has loaded no cuBLASLt, if that has no algorithm for the product, or without
+        tokens.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -35,21 +38,22 @@ def product_algorithms(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def product_(
     out: Tensor, x: Tensor, weight: Tensor, algorithm: Tensor, *, add: bool = False
 ) -> None:
-    """out = x weight^T, or, with `add`, out += x weight^T; sums in float32.
+    """Compute out = x weight^T or, with `add`, out += x weight^T; sums are float32.
 
     Args:
-        out, x, weight: as product_algorithms's; out is **changed in place**.
+        out, x, weight: as for product_algorithms; out is **changed in place**.
         algorithm: int64 [8], a row of product_algorithms for tensors of these shapes and dtypes.
+        add: add to out.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit, or the algorithm does not;
-            NotImplementedError on the CPU.
+        RuntimeError: shapes, dtypes, devices or the algorithm do not fit; NotImplementedError on
+        the CPU.
     """
     torch.ops.minserve.product_(out, x, weight, algorithm, add)
 
 
 def reference(out: Tensor, x: Tensor, weight: Tensor, *, add: bool = False) -> Tensor:
-    """product_ in float64 and functional."""
+    """Reference of product_ in float64, without side effects."""
     product = x.double() @ weight.double().t()
     return product + out.double() if add else product
 

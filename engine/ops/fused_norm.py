@@ -1,15 +1,15 @@
-"""rms_norm, normed_gelu_ and normed_step_: what stands between matrix products, on CUDA.
+"""rms_norm, normed_gelu_ and normed_step_: the operations between matrix products, on CUDA.
 
-RMSNorm(x) W^T is x (norm_weight * W)^T divided by the root mean square of each row of x. So a
-library that multiplies and nothing else reads the residual stream x itself, with the norm's weight
-in the matrix, and whoever reads the product next divides it, adds the bias and does what was to be
-done anyway. The sum of squares costs it one more look at x, which the cache still has.
+RMSNorm(x) W^T is x (norm_weight * W)^T divided by the root mean square of each row of x. So the
+library's product can read the residual stream x itself, with the norm's weight folded into the
+matrix. The kernel that reads the product next divides it, adds the bias and then does its own work.
+For the sum of squares it must read x once more, which is still in the cache.
 
-Where the next product is added to x by the library, without a bias, `ahead` adds that one to x
-already.
+`ahead` is the bias of the next product that the library will add to x without a bias; it is added
+to x in advance.
 
-Where nothing reads a product next, rms_norm is the norm itself (Zhang and Sennrich, arXiv
-1910.07467). It begins before the kernel ahead of it has ended, which torch's does not.
+rms_norm is the norm itself (Zhang and Sennrich, arXiv 1910.07467), for cases where no product
+follows. Unlike torch's, it can start before the previous kernel has ended.
 """
 
 import torch
@@ -21,14 +21,14 @@ from engine.ops.scan import mingru_step_reference, minlstm_step_reference
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row, in fp32 and then rounded once.
+    """Return x / sqrt(mean(x^2) + eps) * weight, row by row, in fp32 and then rounded once.
 
     Args:
         x: [rows, width], bfloat16.
         eps: added to the mean of the squares.
         weight: [width], bfloat16.
 
-    Both are contiguous, begin at multiples of 16 bytes and have rows of a multiple of 8.
+    Both are contiguous, aligned to 16 bytes and have a width that is a multiple of 8.
 
     Returns:
         [rows, width], bfloat16.
@@ -43,16 +43,16 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 def normed_gelu_(
     x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
 ) -> None:
-    """y = GELU(y / norm(x) + bias), exact, in place; then x += ahead.
+    """Compute y = GELU(y / norm(x) + bias), exact, in place; then x += ahead.
 
     Args:
-        x: the residual stream [rows, width], bfloat16; **changed in place** where `ahead` is given.
-        eps: of the norm.
+        x: the residual stream [rows, width], bfloat16; **changed in place** if `ahead` is given.
+        eps: the norm's epsilon.
         y: W x, [rows, columns], bfloat16; **changed in place**.
         bias: [columns].
         ahead: [width].
 
-    All are contiguous, begin at multiples of 16 bytes and have rows of a multiple of 8.
+    All are contiguous, aligned to 16 bytes and have row lengths that are multiples of 8.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -71,16 +71,16 @@ def normed_step_(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:
-    """One step of a cell whose pre-activations are y / norm(x) + bias; then x += ahead.
+    """Compute one step of a cell with the pre-activations y / norm(x) + bias; then x += ahead.
 
     Args:
-        x, eps, bias, ahead: as normed_gelu_'s.
+        x, eps, bias, ahead: as for normed_gelu_.
         y: W x, [rows, gates * channels], bfloat16; two gates are minGRU's, three minLSTM's.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
-        slots: int32 [rows]; negative: a padding row, skipped, its h is zero. No row may be named
-            twice.
+        slots: int32 [rows]; negative: a padding row, which is skipped; its h is zero. No row may
+        occur twice.
         linear_candidate: g(x) = x.
-        normalize_gates: of minLSTM: f' + i' = 1.
+        normalize_gates: for minLSTM: f' + i' = 1.
 
     Returns:
         h [rows, channels], bfloat16.
@@ -100,14 +100,14 @@ def _divided(x: Tensor, eps: float, y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """rms_norm in float64."""
+    """Reference of rms_norm in float64."""
     return _divided(x, eps, x, None) * weight.double()
 
 
 def gelu_reference(
     x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """normed_gelu_ in float64 and functional: (the new y, the new x)."""
+    """Reference of normed_gelu_ in float64, without side effects; returns (new y, new x)."""
     pre = _divided(x, eps, y, bias)
     return functional.gelu(pre), x.double() + (0 if ahead is None else ahead.double())
 
@@ -122,7 +122,7 @@ def step_reference(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """normed_step_ in float64 and functional: (h, the new state)."""
+    """Reference of normed_step_ in float64, without side effects; returns (h, the new state)."""
     pre = _divided(x, eps, y, bias)
     if y.shape[1] == 2 * state.shape[1]:
         return mingru_step_reference(pre, state, slots, linear_candidate)

@@ -1,20 +1,21 @@
-"""The fused GEMMs of decode and prefill on Hopper: W x with what the layer does next as epilogue.
+"""The fused GEMMs of decode and prefill on Hopper: W x with the layer's next operation as epilogue.
 
     linear_map         y = W x / norm + bias, with GELU or as fp32 logits
-    linear_residual_   x += W y, and what the next norm reads of x
+    linear_residual_   x += W y, and the inputs of the next norm
     linear_step        gate projection and one step of the recurrence
-    linear_best        the LM head of rows that are sampled greedily: argmax, no logits
+    linear_best        the LM head for greedily sampled rows: argmax, no logits
     linear_embed       the embedding, prepared for the first norm (an epilogue without a product)
 
-RMSNorm(x) W^T is (x * norm_weight) W^T divided by the root mean square of each row of x. The first
-factor comes as `x`, written by whoever wrote the residual stream (`linear_residual_`,
-`linear_embed`), and the sums of squares beside it as `squares`; the division is left for the
-product's epilogue.
+RMSNorm(x) W^T is (x * norm_weight) W^T divided by the root mean square of each row of x. The kernel
+that writes the residual stream (`linear_residual_`, `linear_embed`) also writes the first factor,
+passed as `x`, and the sums of squares, passed as `squares`. The product's epilogue does the
+division.
 
-Weights are read while the kernel ahead on the stream may still be running, so that kernel must not
-be the one that writes them: a weight is no result of an operator of this library, and whoever has
-just changed weights synchronises before the next call. The same holds for biases and norm weights.
-Matrices and vectors begin at multiples of 16 bytes, as torch allocates them.
+Weights are prefetched while the previous kernel on the stream may still be running, so that kernel
+must not be the one that writes them. A weight must not be the result of an operator of this
+library, and whoever has just changed weights must synchronise before the next call. The same holds
+for biases and norm weights. Matrices and vectors must be aligned to 16 bytes, as torch allocates
+them.
 """
 
 from typing import Any
@@ -26,11 +27,11 @@ from torch.nn import functional
 from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import mingru_step_reference, minlstm_step_reference
 
-#: Channels whose squares are summed together.
+# Channels whose squares are summed together.
 SQUARE_ROWS = 64
-#: Logits whose best `linear_best` finds: kArgmaxColumns of csrc/gemm/argmax_head_args.h.
+# Logits per part in `linear_best`: kArgmaxColumns of csrc/gemm/argmax_head_args.h.
 PART = 256
-#: Of a weight of more rows than this, sums in a fixed order have one part: no split-K.
+# For weights of more rows than this, sums in a fixed order have one part (no split-K).
 IN_ONE_PART: int = torch.ops.minserve.linear_one_part_rows()
 
 _LOW = 2**32 - 1
@@ -47,24 +48,24 @@ def linear_map(
     logits: bool = False,
     fixed_order: bool = False,
 ) -> Tensor:
-    """y = W x, divided by the norm, plus bias.
+    """Compute y = W x, divided by the norm, plus bias.
 
     Args:
         x: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8. With `squares` it is the
-            residual stream times the norm's weight.
+        residual stream times the norm's weight.
         squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no
-            norm.
-        eps: of the norm.
-        weight: [rows, inputs]; rows a multiple of 8. Read before the kernel ahead on the stream
-            has ended.
-        bias: [rows]. Read as early as weight.
-        gelu: exact GELU of y.
-        logits: y in float32.
-        fixed_order: every row has the bits that it has alone; takes longer now and then.
+        norm.
+        eps: the norm's epsilon.
+        weight: [rows, inputs]; rows a multiple of 8. Prefetched before the previous kernel on the
+        stream has ended.
+        bias: [rows]. Prefetched like weight.
+        gelu: apply exact GELU to y.
+        logits: return y in float32.
+        fixed_order: every row is bitwise equal to the result for it alone; sometimes slower.
 
     Returns:
         [tokens, rows], in x's dtype or float32. Sums are float32; their order depends on the number
-        of tokens unless `fixed_order`, and on nothing else of the batch.
+        of tokens unless `fixed_order` is set, and on nothing else in the batch.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -85,26 +86,26 @@ def linear_residual_(
     ahead: Tensor | None = None,
     squares: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Adds W y (+ bias) to the residual stream, and returns what the next norm reads of it.
+    """Add W y (+ bias) to the residual stream, and return the inputs of the next norm.
 
-    What is returned is of x before `ahead` is added: the bias of the product that is added to x
-    next, where the library that multiplies adds none.
+    They are computed from x before `ahead` is added. `ahead` is the bias of the product that is
+    added to x next, by a library that adds no bias.
 
     Args:
         y: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8.
-        weight: [channels, inputs]; channels a multiple of 64. Read early, as of `linear_map`.
-        bias: [channels]. Read as early as weight, like norm_weight and ahead.
-        x: [tokens, channels], contiguous; **changed in place**, so it shares no memory with y.
+        weight: [channels, inputs]; channels a multiple of 64. Prefetched as in `linear_map`.
+        bias: [channels]. Prefetched like weight, as are norm_weight and ahead.
+        x: [tokens, channels], contiguous; **changed in place**, so it must not share memory with y.
         norm_weight: [channels], of the norm that comes next; None: none does.
-        fixed_order: as of `linear_map`.
-        ahead: [channels], added to the rounded x after the next norm's inputs have been taken.
-        squares: sums of squares are wanted without norm_weight, too: of a norm whose weights are
-            ones, which reads x itself for x * norm_weight.
+        fixed_order: as for `linear_map`.
+        ahead: [channels], added to the rounded x after the next norm's inputs have been computed.
+        squares: return sums of squares without norm_weight, too: for a norm with weights of 1,
+        which reads x itself in place of x * norm_weight.
 
     Returns:
-        x * norm_weight [tokens, channels] in x's dtype, and float32 [channels / 64, tokens], the
-        sums of the squares of x, as `linear_map` takes them. Without norm_weight the first is
-        empty, and the second unless `squares`.
+        x * norm_weight [tokens, channels] in x's dtype, and the sums of squares of x, float32
+        [channels / 64, tokens], as `linear_map` takes them. Without norm_weight the first is empty,
+        and the second unless `squares` is set.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -127,31 +128,31 @@ def linear_step(
     normalize_gates: bool = True,
     fixed_order: bool = False,
 ) -> Tensor:
-    """Gate projection and one step of the recurrence for every row of a batch.
+    """Compute the gate projection and one step of the recurrence for every row of a batch.
 
-    The product of a channel's gates never leaves the multiprocessor that forms it: there it is
-    rounded as pre-activations in memory are, and moves the channel's state on, as `linear_map`
-    followed by `mingru_step` or `minlstm_step` does. Those may sum a product in another order,
-    which now and then rounds a pre-activation the other way.
+    The product of a channel's gates stays in the multiprocessor that computes it. There it is
+    rounded like pre-activations in memory, and updates the channel's state as `linear_map` followed
+    by `mingru_step` or `minlstm_step` would. These may sum a product in another order, which
+    occasionally rounds a pre-activation the other way.
 
     Args:
-        x, squares, eps: as of `linear_map`.
+        x, squares, eps: as for `linear_map`.
         weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
-            of minLSTM; channels a multiple of 8. Read early, as of `linear_map`.
-        bias: [rows of weight]. Read as early as weight.
+        of minLSTM; channels a multiple of 8. Prefetched as in `linear_map`.
+        bias: [rows of weight]. Prefetched like weight.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
-        slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
-            twice.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
+        occur twice.
         linear_candidate: g(x) = x.
-        normalize_gates: of minLSTM: f' + i' = 1.
-        fixed_order: as of `linear_map`.
+        normalize_gates: for minLSTM: f' + i' = 1.
+        fixed_order: as for `linear_map`.
 
     Returns:
         h [batch, channels] in x's dtype.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit (slots out of range are skipped);
-            NotImplementedError on the CPU.
+        NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.linear_step(
         x, squares, eps, weight, bias, state, slots, linear_candidate, normalize_gates, fixed_order
@@ -167,24 +168,25 @@ def linear_best(
     bias: Tensor | None,
     vocabulary: int,
 ) -> Tensor:
-    """The best of every 256 logits W x, divided by the norm, plus bias.
+    """Return the best of every 256 logits W x, divided by the norm, plus bias.
 
-    No logits are written, [rows, vocabulary] in fp32: the best of each part is found while they are
-    in registers, and `engine.ops.sampling.sample_best_` samples greedily from these.
+    Logits are not written to memory: the best of each part is found while they are in registers,
+    and `engine.ops.sampling.sample_best_` samples greedily from these.
 
     Args:
         x: [rows, inputs], bfloat16, contiguous; inputs a multiple of 8.
-        squares, eps: as of `linear_map`. Without them the best is the same but where logits are
-            equal or not by rounding.
-        weight: [vocabulary and padding, inputs]; rows a multiple of 8. Read early, as of
-            `linear_map`.
+        squares, eps: as for `linear_map`. Without them the best is the same, except where rounding
+        decides whether logits are equal.
+        weight: [vocabulary and padding, inputs]; rows a multiple of 8. Prefetched as in
+        `linear_map`.
         bias: [vocabulary and padding], in x's dtype.
-        vocabulary: rows of weight that are no padding.
+        vocabulary: rows of weight that are not padding.
 
     Returns:
-        int64 [rows, parts], parts of PART rows of weight, as `best_of`; where the best is not
-        finite, the id is any. Sums are float32, in an order that nothing but the inputs has a part
-        in; those of `linear_map` with `fixed_order`, for a weight of more than `IN_ONE_PART` rows.
+        int64 [rows, parts], parts of PART rows of weight, as from `best_of`. If the best logit is
+        not finite, the id is arbitrary. Sums are float32, in an order that depends only on the
+        number of inputs; for a weight of more than `IN_ONE_PART` rows it is that of `linear_map`
+        with `fixed_order`.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -196,16 +198,16 @@ def linear_best(
 def linear_embed(
     tokens: Tensor, table: Tensor, norm_weight: Tensor | None, squares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The residual stream of a model's first layer: rows of an embedding table.
+    """Return the residual stream of a model's first layer: rows of an embedding table.
 
     Args:
-        tokens: ids, int32 [tokens]; those out of range give zeros.
+        tokens: ids, int32 [tokens]; ids out of range give zeros.
         table: [vocabulary, channels], bfloat16, contiguous; channels a multiple of 64.
         norm_weight: [channels], of the norm that comes next; None: none does.
-        squares: as of `linear_residual_`.
+        squares: as for `linear_residual_`.
 
     Returns:
-        x [tokens, channels], and what `linear_residual_` returns for it.
+        x [tokens, channels], and the results of `linear_residual_` for it.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -217,7 +219,7 @@ def linear_embed(
 def scaled_product(
     x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """W x / norm + bias in float64: what every epilogue starts with."""
+    """Return W x / norm + bias in float64, the common part of all epilogues."""
     y = x.double() @ weight.double().t()
     if squares is not None:
         mean = squares.double().sum(0) / x.shape[1]
@@ -233,18 +235,18 @@ def linear_map_reference(
     bias: Tensor | None = None,
     gelu: bool = False,
 ) -> Tensor:
-    """linear_map in float64."""
+    """Reference of linear_map in float64."""
     y = scaled_product(x, squares, eps, weight, bias)
     return functional.gelu(y) if gelu else y
 
 
 def linear_residual_reference(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """linear_residual_ in float64 and functional: the new x before `ahead`."""
+    """Reference of linear_residual_ in float64; returns the new x before `ahead`."""
     return x.double() + scaled_product(y, None, 0.0, weight, bias)
 
 
 def norm_inputs(x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What linear_residual_ returns for a new x that has been rounded, in its dtype and float32."""
+    """Return the results of linear_residual_ for a rounded new x, in its dtype and float32."""
     tokens, channels = x.shape
     if norm_weight is None:
         return x.new_empty(0, channels), x.new_empty((0, tokens), dtype=torch.float32)
@@ -263,7 +265,7 @@ def linear_step_reference(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """linear_step in float64 and functional, without rounding between: (h, the new state)."""
+    """Reference of linear_step in float64, without intermediate rounding: (h, the new state)."""
     pre = scaled_product(x, squares, eps, weight, bias)
     if weight.shape[0] == 2 * state.shape[1]:
         return mingru_step_reference(pre, state, slots, linear_candidate)
@@ -271,37 +273,37 @@ def linear_step_reference(
 
 
 def best_of(logits: Tensor) -> Tensor:
-    """linear_best of known float32 logits [rows, vocabulary].
+    """Reference of linear_best for given float32 logits [rows, vocabulary].
 
-    Of each part a number that orders pairs of a logit (by its bits; NaN above all) and the inverted
-    id, so that of equal ones the lowest id counts. It has 64 bits and no sign, and is told here as
-    int64.
+    The result for each part is a key that orders pairs of a logit (by its bits; NaN above all) and
+    the inverted id, so that the lowest id wins among equal logits. Keys are unsigned 64-bit
+    numbers, returned as int64.
     """
     bits = (logits + 0.0).view(torch.int32).long() & _LOW
     order = torch.where(bits >= _SIGN, _LOW - bits, bits + _SIGN).masked_fill(logits.isnan(), _LOW)
     ids = torch.arange(logits.shape[1], device=logits.device)
-    # As signed numbers they order alike when the highest bit is turned.
+    # As signed numbers they have the same order if the highest bit is flipped.
     keys = ((order - _SIGN) << 32) | (_LOW - ids)
     best = [part.amax(1) for part in keys.split(PART, dim=1)]
     return torch.stack(best, 1) ^ torch.iinfo(torch.int64).min
 
 
 def ids_of(best: Tensor) -> Tensor:
-    """Of each row the id of its best logit: int64 [rows]."""
+    """Return the id of each row's best logit: int64 [rows]."""
     return _LOW - ((best ^ torch.iinfo(torch.int64).min).amax(1) & _LOW)
 
 
 def _empty_norm_inputs(
     x: Tensor, norm_weight: Tensor | None, squares: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the next norm reads of the residual stream x [tokens, channels], not yet computed."""
+    """Return empty tensors for the next norm's inputs, of x [tokens, channels]."""
     tokens, channels = x.shape
     rows = tokens if norm_weight is not None else 0
     blocks = channels // SQUARE_ROWS if norm_weight is not None or squares else 0
     return x.new_empty((rows, channels)), x.new_empty((blocks, tokens), dtype=torch.float32)
 
 
-# Fakes name only the arguments that decide about the results; the schema checks the others.
+# Fakes name only the arguments that determine the results; the schema checks the others.
 
 
 def _fake_map(

@@ -1,8 +1,8 @@
 """Finds and loads the compiled operators, once.
 
-An installed wheel has the library beside this file; an editable install leaves it in site-packages
-while the Python stays in the source tree. Both places are looked at, and what is missing, or does
-not go with the Python, is said with its mend.
+An installed wheel has the library beside this file. An editable install puts it in site-packages
+while the Python files stay in the source tree. Both places are searched. If the library is missing
+or does not match the Python files, the error says what to do.
 """
 
 import importlib.metadata
@@ -19,8 +19,7 @@ MEND = "build it with `pip install -e .` in the repository (or install a minserv
 
 
 class LibraryMissingError(ImportError):
-    """The compiled operators are not installed, or were built for another torch, or from another
-    state of the sources than the Python beside them."""
+    """The compiled operators are missing, or do not match this torch or the Python files."""
 
 
 def _candidates() -> Iterator[Path]:
@@ -40,7 +39,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def find_library() -> Path:
-    """The path of the compiled library; LibraryMissingError if it is nowhere."""
+    """Return the path of the compiled library. Raises LibraryMissingError."""
     for path in _candidates():
         if path.is_file():
             return path
@@ -55,12 +54,12 @@ def _load() -> Path:
         raise LibraryMissingError(
             f"{path} does not load into torch {torch.__version__} ({error}): {MEND}"
         ) from error
-    # The scheduler and the cache split prompts where the scans combine carries: were the two not
-    # the same multiples, answers would change with the company that a request has.
+    # The scheduler and the cache cut prompts where the scans combine carries. With another
+    # multiple, answers would depend on the other requests in the batch.
     chunk = int(torch.ops.minserve.scan_chunk())
     if chunk != SCAN_CHUNK:
         raise LibraryMissingError(
-            f"{path} scans in chunks of {chunk} tokens, the Python beside it in chunks of "
+            f"{path} scans in chunks of {chunk} tokens, but the Python files beside it expect "
             f"{SCAN_CHUNK}: they are of different versions; {MEND}"
         )
     return path
@@ -70,16 +69,15 @@ PATH = _load()
 
 
 def cuda_archs() -> str:
-    """The GPU architectures compiled in, for example "90a"; empty for a CPU-only build."""
+    """Return the GPU architectures compiled in, for example "90a"; empty for a CPU-only build."""
     return str(torch.ops.minserve.cuda_archs())
 
 
 def has_cuda_kernels() -> bool:
-    """Whether the library was compiled with CUDA."""
+    """Return whether the library was compiled with CUDA."""
     return bool(cuda_archs())
 
 
 def cpu_isa() -> str:
-    """The instruction set in use on this CPU: "generic", "avx2", "avx512", "avx512_bf16"
-    or "amx"."""
+    """Return the instruction set in use: "generic", "avx2", "avx512", "avx512_bf16" or "amx"."""
     return str(torch.ops.minserve.cpu_isa())

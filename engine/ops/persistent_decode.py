@@ -1,8 +1,8 @@
 """whole_step: one token of a few sequences through a whole model in one kernel, on Hopper.
 
-A step of few sequences is the reading of the weights. Every multiprocessor reads its share of all
-of them in one stream, and the blocks hand each other what the next product needs through lines of
-memory that say themselves whether they have been written, without a barrier between two products.
+A step of few sequences is bound by reading the weights. Every multiprocessor reads its share of all
+weights as one stream. Blocks pass each other the inputs of the next product through lines of memory
+that show by themselves whether they have been written, so there is no barrier between two products.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
 _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 
-#: Rows whose columns are multiplied together, a column tile; the most of a batch-invariant program,
-#: or of one with 8-bit weights.
+# Rows of a column tile, whose columns are multiplied together; the most rows of a batch-invariant
+# program, or of one with 8-bit weights.
 EIGHT = 8
-_LINE_BYTES = 2 * EIGHT  # of a channel's values of so many rows
+_LINE_BYTES = 2 * EIGHT  # of a channel's values for EIGHT rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseShape:
-    """What the kernel has to know of a phase to say whether it takes it."""
+    """The properties of a phase that decide whether the kernel supports it."""
 
     kind: Kind
-    channels: int  # of its results
-    inputs: int  # of `embed`, the ids
+    channels: int  # number of results
+    inputs: int  # for `embed`, the number of ids
     taps: int = 0  # of a convolution that reads the residual stream next
-    layer: int = 0  # of the state rows that move on: the recurrence's, or the convolution's
+    layer: int = 0  # layer of the state rows to update: the recurrence's or the convolution's
     normed: bool = False
 
 
@@ -48,17 +48,17 @@ def most_rows(
     processors: int,
     fixed_order: bool = False,
 ) -> tuple[int, str]:
-    """The most rows of a batch of such phases, which any build of the library knows.
+    """Return the largest batch for a model of these phases; the same in any build of the library.
 
     Args:
-        shapes: of a model's phases, in their order.
+        shapes: a model's phases, in order.
         weight_type: of all products: bfloat16, int8 or float8_e4m3fn.
         gates: 2: minGRU, 3: minLSTM.
         processors: the GPU's multiprocessors.
-        fixed_order: of a batch-invariant program.
+        fixed_order: for a batch-invariant program.
 
     Returns:
-        rows, and "". Where the kernel does not take such phases: 0, and why.
+        The number of rows, and "". If the kernel does not support such phases: 0, and the reason.
     """
     scaled = weight_type != torch.bfloat16
     plan = [
@@ -85,36 +85,40 @@ def _most_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A product and what is made of its results, all on one GPU and, but for quantised weights and
-    their scales, bfloat16.
+    """A product and the operation on its results.
 
-    `embed` (the first phase) looks rows of `weight` [ids, d_model] up; `residual` adds to what it
-    found; `gates` moves the recurrence on; `gelu`; `logits` (the last) is float32.
+    All tensors are on one GPU and, except for quantised weights and their scales, bfloat16. `embed`
+    (the first phase) looks up rows of `weight` [ids, d_model]; `residual` adds to the residual
+    stream; `gates` updates the recurrence; `gelu` applies GELU; `logits` (the last) returns
+    float32.
     """
 
     kind: Kind
     # [channels, inputs], of gates [gates * channels, inputs]; contiguous; bfloat16, int8 or
     # float8_e4m3fn, the same for all products
     weight: Tensor
-    scale: Tensor | None = None  # float32 [rows of weight], of 8-bit weights
+    scale: Tensor | None = None  # float32 [rows of weight], for 8-bit weights
     bias: Tensor | None = None  # [rows of weight]
     norm: Tensor | None = None  # [inputs]: the inputs are RMS-normalised first
     taps: Tensor | None = None  # [d_model, K]: a convolution reads the residual stream next
     taps_bias: Tensor | None = None  # [d_model]
-    layer: int = 0  # of the state rows that move on: the recurrence's, or the convolution's
+    layer: int = 0  # layer of the state rows to update: the recurrence's or the convolution's
 
 
 class Program:
-    """A model's phases in their order, ready to run. Keeps their tensors. Steps of a program must
-    follow each other on one stream, those of two programs too: each takes the whole GPU. Weights
-    are read before the kernel ahead on the stream has ended, so none may write them, and a program
-    may be dropped once its steps have ended.
+    """A model's phases in order, ready to run; keeps their tensors.
 
-    With `fixed_order` sums have the order of linear_map, linear_step and linear_residual_ with
-    theirs, and logits and states the same bits as by a chain of these. For weights in bfloat16.
+    Steps of one program, and of two programs, must follow one another on one stream, since each
+    takes the whole GPU. Weights are prefetched before the previous kernel on the stream has ended,
+    so that kernel must not write them, and a program may be dropped only when its steps have ended.
 
-    Raises RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other,
-    or the kernel.
+    With `fixed_order`, for bfloat16 weights, sums have the order of linear_map, linear_step and
+    linear_residual_ with their `fixed_order`, so logits and states are bitwise equal to those of a
+    chain of these.
+
+    Raises:
+        RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other, or
+        the kernel.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Program:
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
             torch.ops.minserve.whole_step_map(phase.weight, row)
-        # Their memory may have held another program's: the kernel asks for what is there now.
+        # The memory may have held another program's maps; the kernel reads the present ones.
         self._maps = maps.to(device)
         self._weights: list[Tensor] = []
         self._plan = torch.tensor(
@@ -147,7 +151,8 @@ class Program:
         if rows == 0:
             raise RuntimeError(refusal)
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
-        # By eights of a batch: what a step leaves to the next one is for its like.
+        # One exchange buffer for each multiple of EIGHT rows, since a step leaves data only for a
+        # next step of the same size.
         self._exchanges = [
             (
                 torch.full((eights * sets,), 255, dtype=torch.uint8, device=device),
@@ -157,7 +162,26 @@ class Program:
         ]
 
     def run(
-        self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None, eps: float
+        # Read one token of every row.
+        # Args:
+        #     tokens: int32 [batch], at most `most_rows`. An id out of range is read as a row of
+        #     zeros.
+        #     slots: int32 [batch]; negative: a padding row, whose logits are undefined. No row may
+        #     occur twice.
+        #     cell: float32 [layers, num_slots, inner]; **changed in place**.
+        #     conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
+        #     convolutions.
+        #     eps: the norms' epsilon.
+        # Returns:
+        #     Logits, float32 [batch, rows of the last weight].
+        # Raises:
+        #     RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        cell: Tensor,
+        conv: Tensor | None,
+        eps: float,
     ) -> Tensor:
         """One token of every row.
 
@@ -204,8 +228,7 @@ class Program:
         return phase.weight.shape[0] // (self._gates if phase.kind == "gates" else 1)
 
     def _numbers(self, phase: Phase) -> list[int]:
-        """A row of the plan, as csrc/persistent_decode/plan.h reads it; the phase's tensors come to
-        the program's."""
+        """Return a row of the plan for csrc/persistent_decode/plan.h; keep the phase's tensors."""
         rows, columns = phase.weight.shape
         tensors = (
             phase.weight,
@@ -232,7 +255,7 @@ class Program:
 
 
 def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
-    """RuntimeError where a phase does not fit itself or the others; the kernel checks widths."""
+    """Raise RuntimeError if a phase does not fit itself or the others; the kernel checks widths."""
 
     def require(holds: bool, what: str) -> None:
         if not holds:
@@ -251,7 +274,7 @@ def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
     )
     require(
         (phase.scale is not None) == (weight.dtype != torch.bfloat16),
-        "8-bit weights have a scale, bfloat16 has none",
+        "8-bit weights must have a scale, bfloat16 weights must not",
     )
     require(weight.device == phases[0].weight.device, "weights must be on one device")
     rows, inputs, taps = weight.shape[0], weight.shape[1], phase.taps

@@ -1,18 +1,18 @@
-"""Sampling: one token for every row of a decode batch, and the rows moved on, all on the device.
+"""Sampling: one token for every row of a decode batch, and the update of the rows, on the device.
 
-Temperature, top_k, top_p and min_p apply in this order. The vocabulary is not sorted: each filter
-keeps the first tokens in the order of (logit, lowest id), so one cut in that order does for all
-three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have no
-rounding and so no order, and a uniform number samples by inverting the cumulative distribution:
-Gumbel noise would do without the sums, but needs a hash and two logarithms per token. Top-p is due
-to Holtzman et al. (arXiv 1904.09751), min-p to Nguyen et al. (arXiv 2407.01082).
+Temperature, top_k, top_p and min_p are applied in this order. The vocabulary is not sorted: each
+filter keeps the first tokens in the order of (logit, lowest id), so one cut in that order serves
+for all three. Weights are fixed-point numbers (the most likely token's is 2**38), whose sums have
+no rounding and therefore no order. A uniform number samples by inverting the cumulative
+distribution; Gumbel noise would not need the sums, but a hash and two logarithms per token. Top-p
+is by Holtzman et al. (arXiv 1904.09751), min-p by Nguyen et al. (arXiv 2407.01082).
 
 Rows of 1,025 to 262,144 tokens without top_k use rejection sampling first: up to `TRIES` tokens are
-sampled from the unfiltered distribution, each with a number of its own, until the filters keep one.
-That leaves kept tokens their odds to each other. These candidates are found in two levels. A number
-finds a section of `SECTION` tokens by the section's weight relative to the row's best token, and
-what is left of it finds the token by its weight relative to the section's best token, which is
-2**38 there. So a token's probability is off by up to 2**-38 of its section's best one's, and that
+sampled from the unfiltered distribution, each with its own random number, until the filters keep
+one. This preserves the odds among kept tokens. These candidates are found in two levels. A number
+selects a section of `SECTION` tokens by the section's weight relative to the row's best token. The
+remainder selects the token by its weight relative to the section's best token, which is 2**38
+there. So a token's probability is off by up to 2**-38 of that of its section's best token, and that
 one's by up to 512 times as much.
 """
 
@@ -27,11 +27,11 @@ _LEAST_TEMPERATURE = 1e-30
 _LOG2_E = 1.44269504
 _WEIGHT_ONE = 2.0**38
 _UINT64 = 2**64
-#: Candidates of rejection sampling before one token is sampled from those that the filters keep.
+# Candidates of rejection sampling before one token is sampled from the filtered distribution.
 TRIES = 8
-#: Tokens whose weights are relative to the best of them.
+# Tokens in a section; their weights are relative to the section's best token.
 SECTION = 512
-#: Vocabularies of so many tokens use rejection sampling (csrc/sampling/rejection.h).
+# Vocabulary sizes with rejection sampling (csrc/sampling/rejection.h).
 TRIED = range(1025, 512 * SECTION + 1)
 
 
@@ -50,35 +50,34 @@ def sample_(
     streams: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """Samples a token for each row whose slot is not negative.
+    """Sample a token for each row whose slot is not negative.
 
-    The token goes to tokens[r] and out[cursor[r], r]; positions[r] and cursor[r] go up by one,
-    remaining[r] down by one. The row ends, slots[r] = -1, when remaining[r] is 0 or the token is
-    one of its stop ids. Where the best logit is NaN or infinite nothing is sampled: -1 goes to
-    out, the cursor moves and the row ends.
+    The token is written to tokens[r] and out[cursor[r], r]; positions[r] and cursor[r] are
+    incremented, remaining[r] is decremented. The row ends (slots[r] = -1) when remaining[r] is 0 or
+    the token is one of its stop ids. If the best logit is NaN or infinite, nothing is sampled: -1
+    is written to out, the cursor is incremented and the row ends.
 
-    Nothing waits for the device, and a row's result does not depend on the others. On CUDA powers
-    of two are those of torch; on the CPU they are others, within 1.1 ulp, and alike for every
-    instruction set.
+    Does not wait for the device, and a row's result does not depend on the others. On CUDA, exp2 is
+    torch's; on the CPU it differs, within 1.1 ulp, but is the same for every instruction set.
 
     Args:
         logits: float32 [rows, vocab]; vocab below 2**24.
-        tokens: int32 [rows]; **changed in place**, as all up to `out`.
-        slots: int32 [rows]; rows with a negative one are left as they are.
-        positions: int64 [rows]: how many tokens the row has sampled before.
+        tokens: int32 [rows]; **changed in place**, like all up to `out`.
+        slots: int32 [rows]; rows with a negative one are left unchanged.
+        positions: int64 [rows]: number of tokens that the row has sampled before.
         remaining: int32 [rows]: how many it may still sample.
-        cursor: int32 [rows]: the row of `out` that comes next.
+        cursor: int32 [rows]: the row of `out` to write next.
         out: int32 [steps, rows].
         temperature: float32 [rows]; 0: the best token, of equal ones the lowest id.
-        top_k: int32 [rows]; 0: all.
-        top_p: float64 [rows]; 1: all.
-        min_p: float32 [rows]; 0: none is dropped.
+        top_k: int32 [rows]; 0: off.
+        top_p: float64 [rows]; 1: off.
+        min_p: float32 [rows]; 0: off.
         streams: int64 [rows]: engine.runner.sampling.random_streams.stream_ids.
         stop_ids: int32 [rows, stop ids], padded with -1.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also a cursor outside of
-            `out` (on CUDA those rows are skipped).
+        `out` (on CUDA those rows are skipped).
     """
     torch.ops.minserve.draw_(
         logits, tokens, slots, positions, remaining, cursor, out,
@@ -96,14 +95,14 @@ def sample_best_(
     out: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """Greedy sampling from the best logits of parts of the rows, on CUDA alone.
+    """Sample greedily from the best logits of parts of the rows; CUDA only.
 
-    It does what sample_ does with rows of temperature 0.
+    It does what sample_ does for rows of temperature 0.
 
     Args:
-        best: int64 [rows, parts], as `engine.ops.gemm.linear_best` returns them.
-        tokens, slots, positions, remaining, cursor, out, stop_ids: as of `sample_`; all but
-            stop_ids are **changed in place**.
+        best: int64 [rows, parts], from `engine.ops.gemm.linear_best`.
+        tokens, slots, positions, remaining, cursor, out, stop_ids: as for `sample_`; all but
+        stop_ids are **changed in place**.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
@@ -126,7 +125,7 @@ def reference(
     streams: Tensor,
     stop_ids: Tensor,
 ) -> None:
-    """The same, row by row with torch's exp2 and a sort; changes the same tensors in place."""
+    """Reference of sample_, row by row with torch's exp2 and a sort; changes the same tensors."""
     for r in range(len(logits)):
         if slots[r] < 0:
             continue
@@ -190,7 +189,7 @@ def _sample_one(
 
 
 class _Sections:
-    """A row in sections, from which numbers sample tokens."""
+    """A row's logits in sections, from which uniform numbers select tokens."""
 
     def __init__(self, logits: Tensor, octaves: float) -> None:
         missing = -len(logits) % SECTION
@@ -204,7 +203,7 @@ class _Sections:
         self._sections = sections.cumsum(0)  # [sections]
 
     def token(self, number: float) -> int:
-        """The token that a number in [0, 1) finds."""
+        """Return the token that a number in [0, 1) selects."""
         total = int(self._sections[-1])
         place = number * float(total)
         section = int((self._sections > min(int(place), total - 1)).nonzero()[0])
@@ -217,8 +216,11 @@ class _Sections:
 
 
 def _uniform(stream: int, position: int, refused: int = 0) -> float:
-    """In [0, 1), by splitmix64 (Steele, Lea, Flood, 2014): number `position` of the stream; after
-    so many that were refused, that number of the stream that begins with the first one's bits."""
+    """Return number `position` of a random stream, in [0, 1), by splitmix64.
+
+    Source: Steele, Lea, Flood, 2014. After `refused` rejected candidates it is number `refused` of
+    the stream that begins with the first number's bits.
+    """
     x = _random_bits(stream, position)
     return math.ldexp((_random_bits(x, refused) if refused > 0 else x) >> 11, -53)
 
@@ -231,7 +233,7 @@ def _random_bits(stream: int, position: int) -> int:
 
 
 def _fake(*_: Tensor) -> None:
-    """Returns nothing; what it changes keeps its shape."""
+    """Return nothing; the changed tensors keep their shapes."""
 
 
 torch.library.register_fake("minserve::draw_", _fake)

@@ -1,9 +1,9 @@
-"""The recurrence h_t = a_t h_{t-1} + b_t, as a function of coefficients and as minGRU and minLSTM.
+"""The recurrence h_t = a_t h_{t-1} + b_t, for given coefficients and for minGRU and minLSTM.
 
-    linear_scan                            known a and b, differentiable
+    linear_scan                            given a and b, differentiable
     mingru_scan, minlstm_scan              prefill: packed sequences, in place on state rows
     mingru_step, minlstm_step              decode: one token of each row, in place on state rows
-    mingru_scan_train, minlstm_scan_train  training: packed sequences as a function, differentiable
+    mingru_scan_train, minlstm_scan_train  training: packed sequences, differentiable
 
 The cells are those of "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU of section 3.1 and
 minLSTM of section 3.2:
@@ -15,8 +15,8 @@ minLSTM of section 3.2:
 with g(x) = x + 0.5 for x >= 0 and sigma(x) otherwise (or g(x) = x: the paper's vanilla form).
 
 Everything is computed in linear space with float32 accumulation (float64 for float64). The
-log-space form of Heinsen (arXiv 2311.06281), used by that paper, is kept as a reference only: it
-loses accuracy with length. On the CPU subnormal numbers count as zeros.
+log-space form of Heinsen (arXiv 2311.06281), used by that paper, is only a reference here, because
+it loses accuracy with length. On the CPU, subnormal numbers are treated as zeros.
 """
 
 import itertools
@@ -31,22 +31,22 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 
 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
-    """The scan h_t = a_t * h_{t-1} + b_t along time.
+    """Compute the scan h_t = a_t * h_{t-1} + b_t along time.
 
-    Two layouts are computed in place, without copies: channels contiguous, and time contiguous
-    (strides (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The
-    layout of `a` decides; results and gradients have its strides.
+    Two layouts are computed without copies: channels contiguous, and time contiguous (strides
+    (channels * time, 1, time), the transpose of a contiguous [batch, channels, time]). The layout
+    of `a` decides; results and gradients have its strides.
 
     Args:
         a: coefficients [batch, time, channels]; float32, float64, bfloat16 or float16. Either
-            channels or time may be contiguous; other strides are copied to the former.
-        b: inputs, same shape, dtype and device as a; copied where its layout is not a's.
+        channels or time may be contiguous; other strides are copied to the former.
+        b: inputs, same shape, dtype and device as a; copied if its layout differs from a's.
         h0: state before the first step [batch, channels], dtype of a or float32 (float64 with
-            float64); None is zero.
+        float64); None is zero.
         reverse: run from the last step to the first: h_t = a_t * h_{t+1} + b_t.
 
     Returns:
-        h [batch, time, channels] in a's dtype, time contiguous where that of a is, else channels.
+        h [batch, time, channels] in a's dtype, time contiguous if that of a is, else channels.
         Differentiable in a, b and h0.
 
     Raises:
@@ -63,18 +63,18 @@ def mingru_scan(
     slots: Tensor,
     linear_candidate: bool = False,
 ) -> Tensor:
-    """minGRU over packed sequences, each from its state row, which then holds the last h.
+    """Run minGRU over packed sequences, each from its state row, which then has the last h.
 
-    A sequence's result is the same bit for bit whatever the batch around it, the number of threads,
-    and wherever it was split at multiples of SCAN_CHUNK tokens.
+    A sequence's result is bitwise the same whatever the rest of the batch, the number of threads,
+    and where it was split at multiples of SCAN_CHUNK tokens.
 
     Args:
         pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, bfloat16 or float16.
-        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling. Tokens
-            beyond the last entry are padding: their rows of h are zero.
+        cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
+        Tokens beyond the last entry are padding: their rows of h are zero.
         state: float32 [num_slots, channels], channels contiguous; **changed in place**.
-        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, skipped,
-            its rows of h are zero. No row may be named twice.
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
+        skipped; its rows of h are zero. No row may occur twice.
         linear_candidate: g(x) = x.
 
     Returns:
@@ -82,8 +82,8 @@ def mingru_scan(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
-            and slots (on CUDA, sequences with a slot out of range are skipped: looking would stall
-            the GPU).
+        and slots (on CUDA, sequences with a slot out of range are skipped, because checking would
+        stall the GPU).
     """
     h: Tensor = torch.ops.minserve.mingru_scan(pre, cu_seqlens, state, slots, linear_candidate)
     return h
@@ -97,22 +97,22 @@ def minlstm_scan(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:
-    """minLSTM over packed sequences, each from its state row, which then holds the last h.
+    """Run minLSTM over packed sequences, each from its state row, which then has the last h.
 
-    Bits, results and errors are as of `mingru_scan`.
+    Reproducibility is as for `mingru_scan`.
 
     Args:
         pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, bfloat16 or
-            float16.
-        cu_seqlens, state, slots, linear_candidate: as of `mingru_scan`; state is **changed in
-            place**.
+        float16.
+        cu_seqlens, state, slots, linear_candidate: as for `mingru_scan`; state is **changed in
+        place**.
         normalize_gates: scale the gates to f' + i' = 1.
 
     Returns:
         h [tokens, channels] in pre's dtype.
 
     Raises:
-        RuntimeError: as of `mingru_scan`.
+        RuntimeError: as for `mingru_scan`.
     """
     h: Tensor = torch.ops.minserve.minlstm_scan(
         pre, cu_seqlens, state, slots, linear_candidate, normalize_gates
@@ -123,15 +123,15 @@ def minlstm_scan(
 def mingru_step(
     pre: Tensor, state: Tensor, slots: Tensor, linear_candidate: bool = False
 ) -> Tensor:
-    """One minGRU step: row r of pre moves state row slots[r] on.
+    """Run one minGRU step: row r of pre updates state row slots[r].
 
-    The bits are those of a scan of length 1.
+    Bitwise equal to a scan of length 1.
 
     Args:
         pre: gate pre-activations [batch, 2 * channels] = [k | v]; float32, bfloat16 or float16.
         state: float32 [num_slots, channels], channels contiguous; **changed in place**.
-        slots: int32 [batch]; negative: a padding row, skipped, its h is zero. No row may be named
-            twice.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
+        occur twice.
         linear_candidate: g(x) = x.
 
     Returns:
@@ -139,7 +139,7 @@ def mingru_step(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
-            CUDA those rows are skipped).
+        CUDA those rows are skipped).
     """
     h: Tensor = torch.ops.minserve.mingru_step(pre, state, slots, linear_candidate)
     return h
@@ -152,20 +152,20 @@ def minlstm_step(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:
-    """One minLSTM step: row r of pre moves state row slots[r] on.
+    """Run one minLSTM step: row r of pre updates state row slots[r].
 
-    The bits are those of a scan of length 1.
+    Bitwise equal to a scan of length 1.
 
     Args:
         pre: gate pre-activations [batch, 3 * channels] = [f | i | v]; float32, bfloat16 or float16.
-        state, slots, linear_candidate: as of `mingru_step`; state is **changed in place**.
+        state, slots, linear_candidate: as for `mingru_step`; state is **changed in place**.
         normalize_gates: scale the gates to f' + i' = 1.
 
     Returns:
         h [batch, channels] in pre's dtype.
 
     Raises:
-        RuntimeError: as of `mingru_step`.
+        RuntimeError: as for `mingru_step`.
     """
     h: Tensor = torch.ops.minserve.minlstm_step(
         pre, state, slots, linear_candidate, normalize_gates
@@ -176,17 +176,17 @@ def minlstm_step(
 def mingru_scan_train(
     pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, linear_candidate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """minGRU over packed sequences from given initial states, differentiable.
+    """Run minGRU over packed sequences from given initial states, differentiably.
 
-    The backward pass computes the gates again from pre instead of storing them, and takes h_{t-1}
-    from the saved output: with bfloat16 or float16 that is the rounded h, which saves a pass over
-    memory and costs one rounding.
+    The backward pass recomputes the gates from pre instead of storing them, and takes h_{t-1} from
+    the saved output. With bfloat16 or float16 that is the rounded h, which saves a pass over memory
+    and costs one rounding.
 
     Args:
         pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, float64, bfloat16 or
-            float16.
-        cu_seqlens: where sequences start, int32 [sequences + 1], from 0, never falling; rows of h
-            beyond its last entry are zero.
+        float16.
+        cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing;
+        rows of h beyond its last entry are zero.
         h0: initial states [sequences, channels], float32 (float64 with float64 pre); None is zero.
         linear_candidate: g(x) = x.
 
@@ -208,14 +208,14 @@ def minlstm_scan_train(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """minLSTM over packed sequences from given initial states, differentiable.
+    """Run minLSTM over packed sequences from given initial states, differentiably.
 
-    The backward pass is that of `mingru_scan_train`.
+    The backward pass is like that of `mingru_scan_train`.
 
     Args:
         pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, float64, bfloat16
-            or float16.
-        cu_seqlens, h0, linear_candidate: as of `mingru_scan_train`.
+        or float16.
+        cu_seqlens, h0, linear_candidate: as for `mingru_scan_train`.
         normalize_gates: scale the gates to f' + i' = 1.
 
     Returns:
@@ -223,7 +223,7 @@ def minlstm_scan_train(
         Differentiable in pre and h0.
 
     Raises:
-        RuntimeError: as of `mingru_scan_train`.
+        RuntimeError: as for `mingru_scan_train`.
     """
     h, h_last = torch.ops.minserve.minlstm_scan_train(
         pre, cu_seqlens, h0, linear_candidate, normalize_gates
@@ -237,7 +237,7 @@ def minlstm_scan_train(
 def linear_scan_reference(
     a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False
 ) -> Tensor:
-    """linear_scan in float64."""
+    """Reference of linear_scan in float64."""
     a, b = a.double(), b.double()
     h = a.new_zeros(a.shape[0], a.shape[2]) if h0 is None else h0.double()
     rows: list[Tensor] = []
@@ -251,10 +251,10 @@ def linear_scan_reference(
 
 
 def heinsen_reference(a: Tensor, b: Tensor, h0: Tensor | None = None) -> Tensor:
-    """linear_scan in log space for a > 0, b > 0, h0 > 0, in the dtype given.
+    """Compute linear_scan in log space for a > 0, b > 0, h0 > 0, in the given dtype.
 
-    log h_t = a*_t + logcumsumexp(log b - a*)_t with a*_t = sum of log a up to t; h0 enters as a
-    first b.
+    log h_t = a*_t + logcumsumexp(log b - a*)_t with a*_t = sum of log a up to t; h0 is prepended to
+    b (Heinsen, arXiv 2311.06281).
     """
     log_a, log_b = a.log(), b.log()
     if h0 is not None:
@@ -266,12 +266,12 @@ def heinsen_reference(a: Tensor, b: Tensor, h0: Tensor | None = None) -> Tensor:
 
 
 def _candidate(v: Tensor, linear: bool) -> Tensor:
-    """g(v); v itself if linear."""
+    """Return g(v), or v itself if `linear`."""
     return v if linear else torch.where(v >= 0, v + 0.5, torch.sigmoid(v))
 
 
 def mingru_coefficients(pre: Tensor, linear_candidate: bool) -> tuple[Tensor, Tensor]:
-    """(a, b) of h_t = a_t h_{t-1} + b_t from [k | v]."""
+    """Return (a, b) of h_t = a_t h_{t-1} + b_t from [k | v]."""
     k, v = pre.chunk(2, dim=-1)
     return torch.sigmoid(-k), torch.sigmoid(k) * _candidate(v, linear_candidate)
 
@@ -279,7 +279,7 @@ def mingru_coefficients(pre: Tensor, linear_candidate: bool) -> tuple[Tensor, Te
 def minlstm_coefficients(
     pre: Tensor, linear_candidate: bool, normalize_gates: bool
 ) -> tuple[Tensor, Tensor]:
-    """(a, b) of h_t = a_t h_{t-1} + b_t from [f | i | v]."""
+    """Return (a, b) of h_t = a_t h_{t-1} + b_t from [f | i | v]."""
     f, i, v = pre.chunk(3, dim=-1)
     if normalize_gates:
         log_ratio = functional.logsigmoid(f) - functional.logsigmoid(i)
@@ -290,14 +290,14 @@ def minlstm_coefficients(
 
 
 def spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(sequence, begin, end) of a packed batch."""
+    """Yield (sequence, begin, end) of a packed batch."""
     edges = cu_seqlens.tolist()
     for sequence, (begin, end) in enumerate(itertools.pairwise(edges)):
         yield sequence, begin, end
 
 
 def _recur(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps h = a_t h + b_t over the first dimension: all h and the last."""
+    """Iterate h = a_t h + b_t over the first dimension; return all h and the last."""
     rows = []
     for a_t, b_t in zip(a, b, strict=True):
         h = a_t * h + b_t
@@ -308,7 +308,7 @@ def _recur(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 def _scan(
     a: Tensor, b: Tensor, cu_seqlens: Tensor, state: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A scan of packed sequences, functional: (h, the new state)."""
+    """Scan packed sequences, without side effects; return (h, the new state)."""
     h, new_state = torch.zeros_like(a), state.to(a.dtype).clone()
     rows = slots.tolist()
     for sequence, begin, end in spans(cu_seqlens):
@@ -319,14 +319,14 @@ def _scan(
 
 
 def _step(a: Tensor, b: Tensor, state: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """A scan of sequences of one token each."""
+    """Scan sequences of one token each."""
     return _scan(a, b, torch.arange(len(a) + 1, dtype=torch.int32), state, slots)
 
 
 def _scan_train(
     a: Tensor, b: Tensor, cu_seqlens: Tensor, h0: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A scan of packed sequences with explicit initial states: (h, h_last)."""
+    """Scan packed sequences from explicit initial states; return (h, h_last)."""
     sequences = cu_seqlens.numel() - 1
     h0 = a.new_zeros(sequences, a.shape[1]) if h0 is None else h0.to(a.dtype)
     pieces, last = [], []
@@ -346,7 +346,7 @@ def mingru_scan_reference(
     slots: Tensor,
     linear_candidate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """mingru_scan in float64 and functional: (h, the new state)."""
+    """Reference of mingru_scan in float64, without side effects; returns (h, the new state)."""
     return _scan(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, state, slots)
 
 
@@ -358,7 +358,7 @@ def minlstm_scan_reference(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """minlstm_scan in float64 and functional: (h, the new state)."""
+    """Reference of minlstm_scan in float64, without side effects; returns (h, the new state)."""
     a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
     return _scan(a, b, cu_seqlens, state, slots)
 
@@ -366,7 +366,7 @@ def minlstm_scan_reference(
 def mingru_step_reference(
     pre: Tensor, state: Tensor, slots: Tensor, linear_candidate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """mingru_step in float64 and functional: (h, the new state)."""
+    """Reference of mingru_step in float64, without side effects; returns (h, the new state)."""
     return _step(*mingru_coefficients(pre.double(), linear_candidate), state, slots)
 
 
@@ -377,7 +377,7 @@ def minlstm_step_reference(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """minlstm_step in float64 and functional: (h, the new state)."""
+    """Reference of minlstm_step in float64, without side effects; returns (h, the new state)."""
     return _step(
         *minlstm_coefficients(pre.double(), linear_candidate, normalize_gates), state, slots
     )
@@ -386,7 +386,7 @@ def minlstm_step_reference(
 def mingru_scan_train_reference(
     pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, linear_candidate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """mingru_scan_train in float64; autograd goes through it."""
+    """Reference of mingru_scan_train in float64, differentiable by autograd."""
     return _scan_train(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, h0)
 
 
@@ -397,22 +397,22 @@ def minlstm_scan_train_reference(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """minlstm_scan_train in float64; autograd goes through it."""
+    """Reference of minlstm_scan_train in float64, differentiable by autograd."""
     a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
     return _scan_train(a, b, cu_seqlens, h0)
 
 
-# Fakes name only the arguments that decide about the results, so that cells, whose flags differ,
-# share them.
+# Fakes name only the arguments that determine the results, so that cells, whose flags differ, share
+# them.
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Return float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _time_contiguous(a: Tensor) -> bool:
-    """Whether channels lie apart by a whole row of time steps, as csrc/scan/linear_op.cpp asks."""
+    """Return whether time is contiguous in the layout that csrc/scan/linear_op.cpp supports."""
     batch, time, channels = a.shape
     return (
         a.stride(1) == 1
@@ -455,9 +455,9 @@ def _register_linear_scan() -> None:
 
 
 def _register_cell(cell: str, gates: int) -> None:
-    """Registers the operators of a cell that reads pre-activations [tokens, gates * channels].
+    """Register the operators of a cell with pre-activations [tokens, gates * channels].
 
-    Those for training take the same leading arguments, then flags of their own:
+    Those for training have the same leading arguments, followed by their own flags:
 
         name(pre, cu_seqlens, h0?, *flags) -> (h, h_last)
         name_backward(grad_h, grad_h_last?, pre, h, cu_seqlens, h0?, *flags) -> (grad_pre, grad_h0)

@@ -1,7 +1,7 @@
-"""Small arrays of numbers on their way to the device, without waiting for it.
+"""Uploads of small arrays of numbers to the device, without waiting for it.
 
-Row numbers go up a few at a time and many times a step. Pinned memory of its own for each of them
-would take longer than the copies that need them, so they go through an UploadRing.
+Row indices are uploaded a few at a time and many times a step. Allocating pinned memory for each
+would take longer than the copies, so they go through an UploadRing.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ PARTS = 4
 
 
 class UploadRing:
-    """Pinned memory whose parts are used again when the device has passed what was uploaded there.
+    """A ring of pinned memory, whose parts are reused when the device has passed their uploads.
 
-    A runner has one, for the device that it runs on. All uploads are made on one thread; the stream
-    that is current then is the one that may use them.
+    A runner has one, for its device. All uploads are made on one thread; only the stream that is
+    current then may use them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """On a GPU takes PARTS * PART_WORDS words of 8 bytes there and as many in pinned memory;
-        on the CPU nothing is copied."""
+        """Create the ring; on the CPU nothing is copied.
+
+        On a GPU it allocates PARTS * PART_WORDS words of 8 bytes there, and as many in pinned
+        memory.
+        """
         self.device = device
         if device.type == "cuda":
             self._allocate()
@@ -36,7 +39,7 @@ class UploadRing:
     def _allocate(self) -> None:
         words = PARTS * PART_WORDS
         pinned = self.device.type == "cuda"
-        with torch.inference_mode(False):  # or nobody else could write to them
+        with torch.inference_mode(False):  # otherwise nobody else could write to them
             self._host = torch.empty(words, dtype=torch.int64, pin_memory=pinned)
             self._there = torch.empty(words, dtype=torch.int64, device=self.device)
         self._array = self._host.numpy()
@@ -44,8 +47,10 @@ class UploadRing:
         self._at = 0  # the next free word
 
     def put(self, values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.int64]) -> Tensor:
-        """`values`, int64 of any shape, on the device: to be used by what the current stream is
-        given next, not to be kept."""
+        """Upload `values`, int64 of any shape, for the next work on the current stream.
+
+        The result must not be kept.
+        """
         array = np.asarray(values, np.int64)
         if self.device.type == "cpu":
             return torch.from_numpy(array)
@@ -54,7 +59,7 @@ class UploadRing:
         return self._put(array.reshape(-1)).view(array.shape)
 
     def _put(self, values: NDArray[np.int64]) -> Tensor:
-        """Less than PART_WORDS values in a row."""
+        """Upload fewer than PART_WORDS values in one dimension."""
         part, used = divmod(self._at, PART_WORDS)
         if used + len(values) >= PART_WORDS:
             self._passed[part].record()
@@ -70,7 +75,7 @@ class UploadRing:
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`values` [n] on the device, in memory of their own."""
+    """Upload `values` [n] to newly allocated device memory."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
