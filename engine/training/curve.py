@@ -1,4 +1,4 @@
-"""The curve of a run: one JSON line per evaluation, appended as the run goes, and its picture."""
+"""The curve of a run: one JSON line per evaluation, appended during the run, and its plot."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What was known at one evaluation. Losses are in nats per token."""
+    """The measurements at one evaluation; losses are in nats per token."""
 
     step: int
     tokens: int  # trained on so far
-    train_loss: float  # mean since the point before, with dropout
+    train_loss: float  # mean since the previous point, with dropout
     test_loss: float  # of the weights as they would be written, see trainer.py
     learning_rate: float
-    tokens_per_second: float  # since the point before, this evaluation included
+    tokens_per_second: float  # since the previous point, including this evaluation
     seconds: float  # of training so far
 
 
@@ -32,16 +32,16 @@ class Curve:
             file.write(json.dumps(asdict(point)) + "\n")
 
     def points(self) -> list[Point]:
-        """All points so far; none where the file does not exist."""
+        """Return all points so far; none if the file does not exist."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines()
         return [Point(**json.loads(line)) for line in lines]
 
     def keep_until(self, step: int) -> None:
-        """Drops what a broken run wrote after the state that is now resumed was saved.
+        """Remove points after `step`, which an interrupted run wrote after its last saved state.
 
-        A last line that was cut short when the run broke is dropped as well.
+        An incomplete last line is removed too.
         """
         if not self.path.exists():
             return
@@ -57,9 +57,9 @@ class Curve:
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> bool:
-    """Writes the curves as a PNG of about 50 kB, with the best test loss marked.
+    """Write the curves as a PNG of about 50 kB, with the best test loss marked.
 
-    Returns False, and writes nothing, where matplotlib (the extra `train`) is not installed.
+    Returns False, and writes nothing, if matplotlib (the extra `train`) is not installed.
     """
     try:
         import matplotlib
@@ -83,7 +83,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> bool:
     axes.annotate(
         f"best: {best.test_loss:.4f} at step {best.step}",
         (best.step, best.test_loss),
-        xytext=(0.5, 0.3),  # the curves leave the middle of the picture's upper half free
+        xytext=(0.5, 0.3),  # the middle of the upper half is usually free of curves
         textcoords="axes fraction",
         arrowprops={"arrowstyle": "-", "lw": 0.5},
     )

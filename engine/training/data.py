@@ -1,8 +1,8 @@
 """Training data: the split of a text's token ids, and random windows of the training part.
 
-The ids lie on the training device, so that a batch is one gather. Window starts are drawn by a
-generator of their own on the CPU, whose state is part of a saved run: the same seed gives the
-same windows on every device, and a resumed run goes on with the windows it would have had.
+The ids are on the training device, so a batch is one gather. Window starts are drawn by a separate
+generator on the CPU, whose state is part of a saved run. The same seed therefore gives the same
+windows on every device, and a resumed run continues with the windows it would have had.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """Token ids [tokens], int32: the training part comes first in the text, then the test part."""
+    """Token ids [tokens], int32: the training part, then the test part of the text."""
 
     train: Tensor
     test: Tensor
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all ids: tells whether a resumed run reads the same data."""
+        """SHA-256 of all ids, by which a resumed run checks that it reads the same data."""
         digest = hashlib.sha256()
         for part in (self.train, self.test):
             digest.update(part.to("cpu", torch.int32).contiguous().numpy().tobytes())
@@ -33,10 +33,10 @@ class Split:
 
 
 def split(ids: Tensor, *, window: int, vocab_size: int) -> Split:
-    """Cuts ids [tokens] after nine tenths, as nanoGPT does for tinyshakespeare.
+    """Cut ids [tokens] after nine tenths, as nanoGPT does for tinyshakespeare.
 
-    Raises ConfigError where the parts are too short to train on and to test on, or where an id
-    is outside of the vocabulary.
+    Raises ConfigError if the parts are too short for training and testing, or if an id is outside
+    of the vocabulary.
     """
     ids = ids.to(torch.int32)
     if ids.numel() == 0:
@@ -45,8 +45,8 @@ def split(ids: Tensor, *, window: int, vocab_size: int) -> Split:
     train, test = ids[:cut], ids[cut:]
     if train.numel() <= window or test.numel() < 2:
         raise ConfigError(
-            f"the text has {ids.numel()} tokens, of which nine tenths are trained on; one window "
-            f"of {window} tokens needs at least {min_tokens(window)}",
+            f"the text has {ids.numel()} tokens, nine tenths of which are for training; a window "
+            f"of {window} tokens needs a text of at least {min_tokens(window)}",
             param="data",
         )
     low, high = int(ids.min()), int(ids.max())
@@ -60,7 +60,7 @@ def split(ids: Tensor, *, window: int, vocab_size: int) -> Split:
 
 
 def min_tokens(window: int) -> int:
-    """The least length of a text that `split` accepts."""
+    """Return the shortest length of a text, in tokens, that `split` accepts."""
     tokens = window + 2
     while int(tokens * 0.9) <= window or tokens - int(tokens * 0.9) < 2:
         tokens += 1
@@ -78,7 +78,7 @@ class Windows:
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """The next batch: inputs and their successors, both int64 [batch, window]."""
+        """Return the next batch: inputs and their successors, both int64 [batch, window]."""
         starts = torch.randint(self._positions, (self._batch, 1), generator=self.generator)
         index = starts.to(self._ids.device, non_blocking=True) + self._offsets
         tokens = self._ids[index].long()  # [batch, window + 1]

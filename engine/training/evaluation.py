@@ -1,8 +1,8 @@
 """The two test losses, in nats per scored token.
 
-`windows_loss`: non-overlapping windows that cover the whole text, each read from the initial
-state; how the paper's table and most others count. `CarriedLoss`: the state is carried through
-the whole text, as when the text is served; a text of any length at constant memory.
+`windows_loss`: non-overlapping windows that cover the whole text, each read from the initial state,
+as in the paper's table and most others. `CarriedLoss`: the state is carried through the whole text,
+as in serving; handles a text of any length in constant memory.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from engine import ops
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 
-# Tokens that the carried loss reads at once: bounds its memory. A multiple of SCAN_CHUNK, as the
-# pieces are in which a server reads.
+# Tokens that the carried loss reads at once, which bounds its memory. A multiple of SCAN_CHUNK,
+# like the pieces in which a server reads.
 CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The sum of the negative log-likelihoods, and of how many tokens."""
+    """The sum of negative log-likelihoods in nats, and the number of scored tokens."""
 
     nats: float
     tokens: int
 
     @property
     def per_token(self) -> float:
-        """Nats per scored token; NaN where there is none."""
+        """Nats per scored token; NaN if there is none."""
         return self.nats / self.tokens if self.tokens else math.nan
 
 
 def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, [windows, time] each, that predict every token but the first once.
+    """Yield inputs and targets, [windows, time] each, that predict every token but the first once.
 
     Full windows come in batches; the last, shorter one comes alone.
     """
@@ -55,7 +55,7 @@ def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Ten
 
 @torch.inference_mode()
 def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
-    """The loss over `covering_windows` of ids [tokens]; the model is in evaluation mode."""
+    """Return the loss over `covering_windows` of ids [tokens] of a model in evaluation mode."""
     total = torch.zeros((), dtype=torch.float64, device=ids.device)
     for inputs, targets in covering_windows(ids, window, batch):
         logits = model(inputs).float()  # [windows, time, vocab]
@@ -66,7 +66,7 @@ def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
 
 
 class Reader(Protocol):
-    """What reads prompts: an LM or a ModelBackend, which has these methods too."""
+    """A model that reads prompts: an LM or a ModelBackend."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
@@ -76,11 +76,11 @@ class Reader(Protocol):
 
 
 class CarriedLoss:
-    """Reads a text through the serving path, CHUNK tokens at a time wherever it was cut into
-    pieces, with one sequence's state.
+    """The loss of a text that is read through the serving path with one carried state.
 
-    The first token of the text is read but not scored. `loss` is what is known so far: `finish`
-    reads what is left of a chunk. `state` is of one sequence that has read nothing yet.
+    It reads CHUNK tokens at a time, however the text is passed. The first token of the text is read
+    but not scored. `loss` is the loss so far; `finish` reads the rest of the last chunk. `state` is
+    of one sequence that has read nothing yet.
     """
 
     def __init__(self, model: Reader, state: ModelState) -> None:
@@ -97,7 +97,7 @@ class CarriedLoss:
         return Loss(self._nats, self._tokens)
 
     def feed(self, ids: Tensor) -> None:
-        """Takes the next ids [tokens] of the text."""
+        """Add the next ids [tokens] of the text."""
         ids = torch.cat((self._unread, ids.to(self._device, torch.int32)))
         while ids.numel() > CHUNK:
             self._score(ids[: CHUNK + 1])
@@ -105,7 +105,7 @@ class CarriedLoss:
         self._unread = ids
 
     def finish(self) -> Loss:
-        """The loss of the whole text."""
+        """Return the loss of the whole text."""
         if self._unread.numel() > 1:
             self._score(self._unread)
             self._unread = self._unread[-1:]
@@ -113,7 +113,7 @@ class CarriedLoss:
 
     @torch.inference_mode()
     def _score(self, ids: Tensor) -> None:
-        """Reads all but the last of ids and scores all but the first."""
+        """Read all but the last of ids, and score all but the first."""
         bounds = torch.tensor([0, ids.numel() - 1], dtype=torch.int32, device=self._device)
         hidden = self._model.prefill(ids[:-1], bounds, self._state, self._slots)
         logits = self._model.logits(hidden).float()  # [tokens, vocab]
@@ -123,7 +123,7 @@ class CarriedLoss:
 
 
 def carried_loss(model: LM, ids: Tensor) -> Loss:
-    """The loss of ids [tokens] with the state carried through all of them."""
+    """Return the loss of ids [tokens] with the state carried through all of them."""
     carried = CarriedLoss(model, model.new_state(1))
     carried.feed(ids)
     return carried.finish()

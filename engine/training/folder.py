@@ -1,7 +1,7 @@
-"""What a finished run leaves: a checkpoint folder that can be served, and its README.
+"""Writes the results of a finished run: a checkpoint folder that can be served, and its README.
 
 The weights are read back from the disk before they are measured, so that the losses in the README
-are those of the file that ships.
+are those of the shipped file.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ CURVE_IMAGE = "curve.png"
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. The losses are those of the written weights, computed in float32."""
+    """A finished run; the losses are those of the written weights, computed in float32."""
 
     model: LM  # as read back
     best_step: int
     windows: Loss
     carried: Loss
-    has_picture: bool  # of the curve; False where matplotlib is not installed
+    has_picture: bool  # of the curve; False if matplotlib is not installed
 
 
 def write_checkpoint(trainer: Trainer) -> Result:
-    """Writes config.json, model.safetensors and curve.png of a run that has ended, measures what
-    was written and removes the run's state file. An old curve.png goes where none can be drawn.
-    Raises OSError."""
+    """Write config.json, model.safetensors and curve.png of a finished run; measure the weights.
+
+    Removes the run's state file, and an old curve.png if none can be drawn. Raises OSError.
+    """
     folder, recipe = trainer.folder, trainer.recipe
     config = dataclasses.replace(trainer.config, dtype=recipe.dtype)
     save_model(folder, trainer.best_model(), config, recipe.dtype)
@@ -64,7 +65,7 @@ def write_readme(
     prompt: str,
     sample: str,
 ) -> None:
-    """Writes README.md: what the model is, its losses, curve, recipe and a sample of its text."""
+    """Write README.md: the model, its losses, curve and recipe, and a sample of its text."""
     config, recipe = trainer.config, trainer.recipe
     train, test = trainer.data.train.numel(), trainer.data.test.numel()
     shape = {
@@ -126,7 +127,7 @@ After {prompt!r}, at temperature 0.8:
 
 
 def _table(rows: Mapping[str, Iterable[object]], *header: str) -> str:
-    """A Markdown table; each row is its name and its cells."""
+    """Return a Markdown table; each row is its name and its cells."""
     names = header or ("", "")
     lines = [names, ["---"] * len(names), *((name, *cells) for name, cells in rows.items())]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -1,8 +1,8 @@
-"""Recipe: every number that decides how a model is trained. Imports no torch.
+"""Recipe: every number that decides how a model is trained; does not import torch.
 
 The defaults are the paper's for tinyshakespeare (arXiv 2410.01201, language modelling): AdamW at
-1e-3, gradients clipped at norm 0.25, batches of 64 windows of 256 tokens, 5,000 steps, dropout
-0.2, an evaluation every 25 steps, and the weights of the best one kept.
+1e-3, gradients clipped at norm 0.25, batches of 64 windows of 256 tokens, 5,000 steps, dropout 0.2,
+an evaluation every 25 steps, and the weights of the best one kept.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class Recipe:
     learning_rate: float = 1e-3  # after the warm-up
     schedule: Schedule = "constant"
     warmup: int = 0  # steps over which the learning rate rises linearly from 0
-    final_learning_rate: float = 0.0  # where the cosine ends, at the last step
+    final_learning_rate: float = 0.0  # end of the cosine schedule, at the last step
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.01  # of matrices; biases, gains and initial states do not decay
     clip: float = 0.25  # global gradient norm; 0 = no clipping
     dropout: float = 0.2
-    ema: float = 0.0  # decay of the averaged weights that are evaluated and kept; 0 = no average
+    ema: float = 0.0  # decay of the averaged weights that are evaluated and kept; 0 = no averaging
     evaluate_every: int = 25  # steps
     save_every: int = 1000  # steps between saves of the state that --resume reads
     seed: int = 0
-    # CUDA: matrix products of a training step; weights, optimizer and evaluation are float32.
+    # Type of matrix products in a training step on CUDA; weights, optimizer and evaluation are
+    # float32.
     precision: Precision = "bfloat16"
     dtype: DtypeName = "bfloat16"  # of the weights that are evaluated and written
 
@@ -82,7 +83,7 @@ class Recipe:
             raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}", param=name)
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of update `step`, counted from 1."""
+        """Return the learning rate of update `step`, counted from 1."""
         if step <= self.warmup:
             return self.learning_rate * step / self.warmup
         if self.schedule == "constant":
@@ -92,6 +93,9 @@ class Recipe:
         return self.final_learning_rate + cosine * (self.learning_rate - self.final_learning_rate)
 
     def ema_decay_at(self, step: int) -> float:
-        """The decay of the average at update `step`: lower at first, so that the random initial
-        weights are soon forgotten (the ramp of tf.train.ExponentialMovingAverage)."""
+        """Return the decay of the average at update `step`.
+
+        It is lower at first, so that the random initial weights are soon forgotten (the ramp of
+        tf.train.ExponentialMovingAverage).
+        """
         return min(self.ema, (1 + step) / (10 + step))

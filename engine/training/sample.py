@@ -1,4 +1,4 @@
-"""A sample of a model's text, as token ids: what a checkpoint's README shows."""
+"""Samples a model's text, as token ids, for a checkpoint's README."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.models.minrnn.lm import LM
 
 @torch.inference_mode()
 def sample_ids(model: LM, prompt: Tensor, count: int, *, temperature: float, seed: int) -> Tensor:
-    """Draws `count` ids [count] after prompt [tokens] from the softmax at a temperature."""
+    """Sample `count` ids [count] after prompt [tokens] from the softmax at a temperature."""
     device = prompt.device
     generator = torch.Generator(device).manual_seed(seed)
     state = model.new_state(1)

@@ -1,7 +1,7 @@
-"""The state of an unfinished run: one file that holds all that `--resume` needs to go on.
+"""The state of an unfinished run: one file with everything that `--resume` needs.
 
-It is read with `weights_only=True`, so that no file can run code, and replaced atomically, so
-that a run that is killed while it saves leaves the state before.
+It is read with `weights_only=True`, so that no file can run code, and replaced atomically, so that
+a run that is killed while saving leaves the previous state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_NAME = "training-state.pt"
 
 @dataclass(kw_only=True)
 class Best:
-    """The best evaluation so far; `weights` as they would be written, by parameter name."""
+    """The best evaluation so far; `weights`, by parameter name, are as they would be written."""
 
     step: int
     loss: float
@@ -33,7 +33,7 @@ class Best:
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything that changes during a run, and what it must not be resumed without."""
+    """Everything that changes during a run, and what must be the same to resume it."""
 
     config: dict[str, Any]
     recipe: dict[str, Any]
@@ -51,7 +51,7 @@ class RunState:
     best: dict[str, Any] | None
 
     def save(self, folder: Path) -> None:
-        """Writes the state file. Raises OSError."""
+        """Write the state file. Raises OSError."""
         part = folder / (FILE_NAME + ".part")
         with part.open("wb") as file:
             torch.save({field.name: getattr(self, field.name) for field in fields(self)}, file)
@@ -59,12 +59,12 @@ class RunState:
 
     @classmethod
     def load(cls, folder: Path) -> RunState:
-        """Reads the state file, tensors on the CPU. Raises CheckpointError."""
+        """Read the state file, with tensors on the CPU. Raises CheckpointError."""
         path = folder / FILE_NAME
         try:
             values = torch.load(path, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{folder}: no unfinished run here to resume") from error
+            raise CheckpointError(f"{folder}: there is no unfinished run to resume") from error
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
         names = {field.name for field in fields(cls)}
@@ -73,7 +73,7 @@ class RunState:
         return cls(**values)
 
     def check_same_run(self, config: ModelConfig, recipe: Recipe, data: str) -> None:
-        """Raises ConfigError unless the saved run is the one that is asked for."""
+        """Raise ConfigError unless the saved run has this config, recipe and data."""
         for saved, asked in (
             (self.config, asdict(config)),
             (self.recipe, asdict(recipe)),

@@ -1,6 +1,6 @@
-"""The byte-level tokenizer: 256 tokens, the id of a byte is its value, and an end-of-text token.
+"""The byte-level tokenizer: 256 tokens, one for each byte value, and an end-of-text token.
 
-It has no merges, so every text encodes and every byte of its UTF-8 form is one token.
+It has no merges, so every text can be encoded, and every byte of its UTF-8 form is one token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ VOCAB_SIZE = 257
 
 
 def byte_characters() -> list[str]:
-    """The printable stand-in of each byte in the `tokenizers` library's byte-level alphabet.
+    """Return the printable stand-in of each byte in the `tokenizers` library's byte-level alphabet.
 
     The alphabet is GPT-2's: bytes that are printable in Latin-1 stand for themselves, the others,
     in order, for the code points from 256 on.
@@ -28,7 +28,7 @@ def byte_characters() -> list[str]:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Builds the tokenizer; `.save(path)` writes its tokenizer.json."""
+    """Build the tokenizer; `.save(path)` writes its tokenizer.json."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,9 +1,9 @@
-"""Trainer: the loop from random weights to the best ones.
+"""Trainer: the training loop, from random weights to the best ones.
 
-One step draws a batch on the device, runs the model forward and backward through the operators'
-autograd and updates the weights; nothing waits for the device between two evaluations. What is
-evaluated is what would be written: the weights (or their running average), rounded to the
-recipe's dtype, computed in float32. The best evaluation's weights are the result.
+A step draws a batch on the device, runs the model forward and backward through the operators'
+autograd, and updates the weights. Nothing waits for the device between two evaluations. An
+evaluation uses what would be written: the weights (or their running average), rounded to the
+recipe's dtype, computed in float32. The result is the weights of the best evaluation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CURVE_FILE = "curve.jsonl"
 class Trainer:
     """One run in one folder. Seeds torch's global generators with the recipe's seed.
 
-    `data` lies on `device`. Use `resume` before `run` to go on with the folder's unfinished run.
+    `data` must be on `device`. Call `resume` before `run` to continue the folder's unfinished run.
     Raises ConfigError for a quantised model.
     """
 
@@ -50,7 +50,7 @@ class Trainer:
         if config.quantization is not None:
             raise ConfigError(
                 f"a model quantised as {config.quantization} cannot be trained: train it"
-                " unquantised, and quantise the result",
+                " unquantised, then quantise the result",
                 param="quantization",
             )
         torch.manual_seed(recipe.seed)
@@ -80,12 +80,12 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
-        """How many weights the model has."""
+        """Number of weights in the model."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     @property
     def device_name(self) -> str:
-        """What the run takes place on, for people."""
+        """Name of the device, for people."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def run(
@@ -95,11 +95,12 @@ class Trainer:
         on_point: Callable[[Point], None] = lambda point: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Trains to the recipe's last step: True; or saves the state and stops early: False.
+        """Train to the recipe's last step and return True, or stop early and return False.
 
-        `on_step` hears each step's number as it is queued, `on_point` each evaluation. Raises
-        EngineError where the loss is no longer finite, DeviceError where the device's memory is
-        too small, OSError where the folder cannot be written to.
+        When stopping early it saves the state. `on_step` is called with each step's number when it
+        is queued, `on_point` with each evaluation; `should_stop` is asked before each step. Raises
+        EngineError if the loss is no longer finite, DeviceError if the device's memory is too
+        small, OSError if the folder cannot be written to.
         """
         recipe = self.recipe
         begun, last_seconds, last_step = (
@@ -116,7 +117,7 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 raise DeviceError(
                     f"{self.device_name}: out of memory at batch {recipe.batch} x window "
-                    f"{recipe.window}; less of either needs less"
+                    f"{recipe.window}; reduce either of them"
                 ) from error
             on_step(self.step)
             if self.step % recipe.evaluate_every == 0 or self.step == recipe.steps:
@@ -162,7 +163,7 @@ class Trainer:
         self._loss_steps += 1
 
     def _evaluate(self) -> tuple[float, float]:
-        """The train loss since the last evaluation and the test loss; remembers the best."""
+        """Return the train loss since the last evaluation and the test loss; remembers the best."""
         train_loss = float(self._loss_sum) / self._loss_steps
         self._loss_sum.zero_()
         self._loss_steps = 0
@@ -191,7 +192,7 @@ class Trainer:
         return train_loss, test
 
     def best_model(self) -> LM:
-        """The model of the best evaluation, float32 holding the rounded weights, not training.
+        """Return the model of the best evaluation, not training; float32, with rounded weights.
 
         Raises EngineError before the first evaluation.
         """
@@ -203,7 +204,7 @@ class Trainer:
         return self._evaluated
 
     def save(self) -> None:
-        """Writes the state from which `resume` goes on bit for bit (on a CPU). Raises OSError."""
+        """Save the state, from which `resume` continues bit for bit (on a CPU). Raises OSError."""
         cuda = self.device.type == "cuda"
         RunState(
             config=asdict(self.config),
@@ -223,9 +224,9 @@ class Trainer:
         ).save(self.folder)
 
     def resume(self) -> None:
-        """Goes back to the folder's saved state.
+        """Restore the folder's saved state.
 
-        Raises CheckpointError where there is none, ConfigError where it is of another run.
+        Raises CheckpointError if there is none, ConfigError if it is of another run.
         """
         state = RunState.load(self.folder)
         state.check_same_run(self.config, self.recipe, self.data.fingerprint)
@@ -248,7 +249,7 @@ class Trainer:
 
 
 def _adamw(model: LM, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) whose weight decay spares vectors: biases, gains, h_0."""
+    """Make AdamW (arXiv 1711.05101) without weight decay for vectors: biases, gains, h_0."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     return torch.optim.AdamW(
