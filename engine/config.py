@@ -89,9 +89,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     # Token ids that end a text. The first one also begins it. A list in config.json.
     eos_token_id: int | tuple[int, ...] | None = None
-    dtype: DtypeName = "bfloat16"  # type of the stored weights that are not quantized
+    dtype: DtypeName = "bfloat16"  # type of the stored weights that are not quantised
     # Format of the weight matrices, with one scale per row (engine/models/quantize.py). A tied
-    # embedding counts as a matrix. None: not quantized.
+    # embedding counts as a matrix. None: not quantised.
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class ModelConfig:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: must hold a JSON object")
+            raise ConfigError(f"{path}: must contain a JSON object")
         try:
             return cls.from_dict(values)
         except ConfigError as error:
@@ -245,7 +245,7 @@ class EngineConfig:
     model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
     dtype: str = "auto"  # or "auto": as stored, if the device computes in that type
-    # quantization at load: "int8", "fp8", or "none" (the checkpoint as it is)
+    # quantisation at load: "int8", "fp8", or "none" (the checkpoint as it is)
     quantize: str = "none"
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step

@@ -166,7 +166,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str  # e.g. "cpu" or "cuda:0"
     device_name: str
     dtype: str
-    quantization: str | None = None  # format of the weight matrices; None: not quantized
+    quantization: str | None = None  # format of the weight matrices; None: not quantised
     deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
     cell_shape: tuple[int, int] = (0, 0)  # of one state: (layers, inner width)
     # (layers, taps - 1, d_model); None: no convolution

@@ -19,7 +19,7 @@ from engine.ops import library
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 @pytest.mark.parametrize(
-    ("built_for", "mend"), [(None, "install one that is built with it"), ("13.0", "nvidia-smi")]
+    ("built_for", "mend"), [(None, "install a CUDA build"), ("13.0", "nvidia-smi")]
 )
 def test_a_gpu_that_is_not_there_is_refused_with_the_mend(
     monkeypatch: pytest.MonkeyPatch, name: str, built_for: str | None, mend: str
@@ -114,7 +114,7 @@ def test_of_several_engines_each_takes_the_gpu_of_its_rank(
     monkeypatch.setattr(device, "_why_no_code", touched.append)  # a GPU's context takes memory
     assert device.resolve_device(name, 1) == torch.device("cuda:1")
     assert touched == [torch.device("cuda:1")]
-    with pytest.raises(DeviceError, match="engine 2 of several: there are 2 GPUs"):
+    with pytest.raises(DeviceError, match="engine 2 of several: this machine has 2 GPUs"):
         device.resolve_device(name, 2)
 
 

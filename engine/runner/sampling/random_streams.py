@@ -65,7 +65,7 @@ def _shift_right(x: Int64, bits: int) -> Int64:
 
 
 def _mix(x: Int64) -> Int64:
-    """Apply splitmix64's finalizer, a bijection on 64 bits that spreads every bit over all."""
+    """Apply splitmix64's finaliser, a bijection on 64 bits that spreads every bit over all."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
