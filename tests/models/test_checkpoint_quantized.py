@@ -166,9 +166,9 @@ def _widen(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
         (_lose_a_scale, r"'layers\.1\.cell\.gates\.scale' \[90\] is missing"),
         (_cut_a_scale, r"'head\.scale' has shape \[7\], config\.json requires \[29\]"),
         (_widen("head.scale", torch.bfloat16), r"'head\.scale' is stored as BF16, .* requires F32"),
-        (_widen("head.weight", torch.bfloat16), r"'head\.weight' is stored as BF16, .* requires (I8|F8)"),
+        (_widen("head.weight", torch.bfloat16), r"'head\.weight' is stored as BF16, .* (I8|F8)"),
         (_widen("norm.weight", torch.int8), r"'norm\.weight' is stored as I8, .* requires BF16"),
-        (lambda folder: edit_config(folder, quantization=None), r"as (I8|F8_E4M3), .* requires BF16"),
+        (lambda folder: edit_config(folder, quantization=None), r"as (I8|F8_E4M3), .* BF16"),
         (lambda folder: edit_config(folder, tie_embeddings=True), r"'embedding\.scale'.*missing"),
     ],
 )  # fmt: skip

@@ -394,7 +394,7 @@ def layer_of(**changes: Tensor | None) -> ClusterLayer:
         (layer_of(down=None), "down of layer 0 is missing"),
         (
             layer_of(mix=torch.zeros(128, 128).bfloat16()),
-            "mix of layer 0 is .* not of such a model",
+            "mix of layer 0 is .* does not belong in such a model",
         ),
         (layer_of(up_bias=torch.zeros(256)), "up_bias of layer 0 must be contiguous bfloat16"),
     ],

@@ -131,7 +131,7 @@ def _truncated(path: Path) -> None:
         (_without("layers.0.4.2.weight"), "layers.0.4 has 1 weights"),
         (_without("layers.1.4.2.bias"), "layers.1 differs from layers.0: its mlp.down.bias"),
         (_with("layers.0.4.4.weight", 8, 8), "layers.0.4 has 3 weights"),
-        (_with("layers.0.attention.weight", 8, 8), "'layers.0.attention.weight'.*not part of a known layout"),
+        (_with("layers.0.attention.weight", 8, 8), "'layers.0.attention.weight'.*a known layout"),
         (_with("layers.0.1.weight", 9), r"'layers.0.1.weight' has shape \[9\], .* \[8\]"),
         (_with("layers.0.1.weight", 8, 1), r"'layers.0.1.weight' has shape \[8, 1\]"),
         (_with("to_logits.weight", 12, 8), r"'to_logits.weight' has shape \[12, 8\]"),

@@ -286,7 +286,7 @@ def test_models_that_cannot_be_packed() -> None:
     assert supports(build({"cell": "mingru"}).double()) == "weights are torch.float64"
     assert supports(build({"cell": "mingru"}).half()) == "weights are torch.float16"
     assert supports(build({"cell": "mingru"})) is None
-    with pytest.raises(ValueError, match="float32 or bfloat16"):
+    with pytest.raises(ValueError, match="float32, bfloat16 or int8"):
         CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))
     model.layers[0].cell.gates.weight[0, 0] = -128

@@ -197,7 +197,7 @@ def test_the_info_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("choice", [{"dtype": "float16"}, {"quantize": "fp8"}], ids=str)
 def test_what_is_not_possible_is_refused(choice: dict[str, Any], tmp_path: Path) -> None:
     config = setup_of(tmp_path, {**SMALL, "cell": "mingru"})
-    with pytest.raises(EngineError, match="float32 or bfloat16 weights on a CPU") as raised:
+    with pytest.raises(EngineError, match="float32, bfloat16 or int8 weights on a CPU") as raised:
         ModelRunner(dataclasses.replace(config, **choice))
     assert isinstance(raised.value, ConfigError) and raised.value.param == "deterministic"
     ModelRunner(dataclasses.replace(config, deterministic=False, **choice))

@@ -267,7 +267,7 @@ def test_what_the_tokens_cannot_go_on_with_is_complete(
 
 
 def test_an_engine_without_texts_refuses(tmp_path: Path) -> None:
-    for folder, reason in ((None, "no grammars"), (tmp_path, "tokenizer.json")):
+    for folder, reason in ((None, "does not support grammars"), (tmp_path, "tokenizer.json")):
         engine = Engine(FakeRunner(folder=folder))
         engine.add("c", ask(0))
         failed = serve(engine)["c", 0]
