@@ -79,7 +79,7 @@ class EngineLoop:
         self._quiet: set[Hashable] = set()  # clients that want no load reports
         # clients that have left; late messages from them are ignored
         self._gone: set[Hashable] = set()
-        self._stats: Stats | None = None  # of the latest step
+        self._stats: Stats | None = None  # stats of the latest step
         self._stopping = False
         self._load_sent_at = 0.0  # time.monotonic of the last load report
         for client in dict.fromkeys(clients):

@@ -86,8 +86,9 @@ class Sequence:
         self.marks: list[int] = []  # lengths of `text` at which a chunk must end, ascending
 
         self.slot = -1  # row of the state pool; negative while it waits
-        self.handed_over = False  # its slot may be reused: its remaining tokens are in flight
-        self.over = False  # its terminal event has been made
+        # Whether its slot may be reused, because its remaining tokens are in flight.
+        self.handed_over = False
+        self.over = False  # whether its terminal event has been made
         self.position = 0  # tokens of `text` read, including rounds in flight
         self.is_read = False  # a committed round has read all of `text`
         self.anchor = 0  # position from which multiples of SCAN_CHUNK are counted

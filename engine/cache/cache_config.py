@@ -17,14 +17,14 @@ class CacheConfig:
     device_rows: int  # state pool rows for cached and named states
     first_row: int  # index of the first of these rows
     host_rows: int = 0  # rows in host memory
-    layout: StateLayout = ANY_LAYOUT  # of the model's states
+    layout: StateLayout = ANY_LAYOUT  # layout of the model's states
     with_whole_chunks: bool = False  # store states only at multiples of SCAN_CHUNK tokens
     tree_bytes: int = 2**28  # memory for the prefix cache's texts
     ttl: float = 86400.0  # default lifetime of a named state, in seconds
     most_states: int = 2**17  # named states of one owner
     disk_bytes: int = 0  # for files of named states
     disk_cache_bytes: int = 0  # for files of the prefix cache
-    variant: str = ""  # of the model; only the same variant reads cached states back
+    variant: str = ""  # variant of the model; only the same one reads cached states back
     placement: StatePlacement = field(default_factory=StatePlacement)  # chooses ids of new states
 
     @property

@@ -52,7 +52,7 @@ class PendingFinish:
     owner: str
     id: str  # reserved, if the state is to be stored
     point: ResumePoint
-    waiter: Hashable  # its key in StoreWaiters
+    waiter: Hashable  # the key of its waiter in StoreWaiters
 
     def tell(self, result: StoreResult = None, content: bytes = b"") -> None:
         """Report the end to the client, with the state's name and its snapshot."""

@@ -44,7 +44,7 @@ class PendingStore(Waiter):
     named: NamedState
     must_last: bool
     placed: bool = False  # the name refers to it
-    digest: bytes = b""  # of the state, once its file's content is made
+    digest: bytes = b""  # hash of the state, once its file's content is made
 
 
 class StoreWaiters:

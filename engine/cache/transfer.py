@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # most loads of a state for one request, as others may take its row before it is used
 MOST_LOADS = 3
 MORE_BYTES = 8192  # a named state's file may be this much larger than a snapshot: it has the name
-LANE = "snapshots"  # of `WorkerThreads`
+LANE = "snapshots"  # lane of `WorkerThreads`
 
 Exported = Callable[[bytes | None], None]  # called with a state's bytes; None: it is lost
 

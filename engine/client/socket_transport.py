@@ -69,7 +69,7 @@ class SocketTransport:
             address: the engine's ZeroMQ address.
             name: a unique name by which the engine knows this client; "": it gets a random one.
         """
-        self.address: str | None = address or None  # of the engine, while connected
+        self.address: str | None = address or None  # address of the engine, while connected
         self._name = name
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None

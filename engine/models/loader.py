@@ -37,7 +37,8 @@ from engine.models.quantized import quantize_weights, quantized_matrices
 
 BUNDLED = Path(__file__).parents[1] / "checkpoints"
 CONFIG = "config.json"
-GENERATION_CONFIG = "generation_config.json"  # its eos_token_id takes precedence over config.json's
+# The eos_token_id in it takes precedence over config.json's.
+GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"

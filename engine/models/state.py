@@ -40,7 +40,7 @@ class StateSpec:
 
     name: str
     layers: int
-    shape: tuple[int, ...]  # of one layer
+    shape: tuple[int, ...]  # shape of one layer
     dtype: torch.dtype = STATE_DTYPE
 
     @property

@@ -25,7 +25,7 @@ _MAP_BYTES = 128
 # Rows of a column tile, whose columns are multiplied together; the most rows of a batch-invariant
 # program, or of one with 8-bit weights.
 EIGHT = 8
-_LINE_BYTES = 2 * EIGHT  # of a channel's values for EIGHT rows
+_LINE_BYTES = 2 * EIGHT  # bytes of a channel's values for EIGHT rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class PhaseShape:
     kind: Kind
     channels: int  # number of results
     inputs: int  # for `embed`, the number of ids
-    taps: int = 0  # of a convolution that reads the residual stream next
+    taps: int = 0  # taps of a convolution that reads the residual stream next; 0: none
     layer: int = 0  # layer of the state rows to update: the recurrence's or the convolution's
     normed: bool = False
 

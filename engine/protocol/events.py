@@ -168,7 +168,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     quantization: str | None = None  # format of the weight matrices; None: not quantised
     deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
-    cell_shape: tuple[int, int] = (0, 0)  # of one state: (layers, inner width)
+    # Shape of one state's recurrent part: (layers, inner width).
+    cell_shape: tuple[int, int] = (0, 0)
     # (layers, taps - 1, d_model); None: no convolution
     conv_shape: tuple[int, int, int] | None = None
 

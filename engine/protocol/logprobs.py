@@ -26,7 +26,7 @@ def words_of_report(top: int) -> int:
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probabilities of one token, by log-softmax of the raw fp32 logits."""
 
-    logprob: float  # of the sampled or scored token
+    logprob: float  # log-probability of the sampled or scored token
     top_ids: list[int] = []  # the k most likely tokens, best first
     top_logprobs: list[float] = []  # log-probabilities of `top_ids`
     is_greedy: bool = False  # whether the token is the most likely one

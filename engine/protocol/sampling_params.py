@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
-MOST_OWNER_BYTES = 64  # of Request.owner, in UTF-8
+MOST_OWNER_BYTES = 64  # the most bytes of Request.owner, in UTF-8
 MOST_STOP_IDS = 8  # the most stop ids that the device checks by itself
 
 

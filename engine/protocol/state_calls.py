@@ -49,7 +49,7 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     tokens: int  # number of tokens that the state has read
     bytes: int  # size of the state
     tier: Tier
-    fingerprint: str  # of the model that made it
+    fingerprint: str  # fingerprint of the model that made the state
     created: float
     expires: float  # unless it is used before
     recent: list[int] = []  # the last tokens, up to four, in case the text ends within a character

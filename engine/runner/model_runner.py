@@ -65,7 +65,7 @@ class _Samples(NamedTuple):
 class _Results(NamedTuple):
     """A step's results except for its batch's, in host memory; valid once the device is done."""
 
-    samples: list[_Samples]  # of all rows, in order
+    samples: list[_Samples]  # samples of all rows, in order
     scores: Tensor | None  # reports of all targets
     exports: dict[int, Tensor]  # by ticket
 
@@ -80,7 +80,7 @@ class _Read(NamedTuple):
 
     hidden: Tensor | None  # [tokens, d_model], if there are targets to score
     logits: Tensor | None  # [rows, vocab] fp32
-    sample_steps: list[SampleStep]  # of all rows, or empty
+    sample_steps: list[SampleStep]  # the samples of all rows, or empty
 
 
 class Pending(NamedTuple):
@@ -90,7 +90,7 @@ class Pending(NamedTuple):
     results: _Results
     keys: list[int]  # sequences that are sampled for, except for the batch
     guided: bool  # the host takes part in the sampling
-    run: DecodeRun | None  # of a plain plan
+    run: DecodeRun | None  # the decode steps of a plain plan
     host_seconds: float  # host time for starting the step
     begin: DeviceEvent
     middle: DeviceEvent  # after the prompts were read

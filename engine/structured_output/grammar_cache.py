@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 # Limits of the cache. The library does not report a grammar's memory, but it grows with the time to
 # compile it (160 MB per second were measured).
 MOST_KEPT = 128
-MOST_KEPT_BYTES = 4 * 2**20  # of grammar texts
-MOST_KEPT_SECONDS = 2.0  # of CPU time for compiling
+MOST_KEPT_BYTES = 4 * 2**20  # total size of grammar texts
+MOST_KEPT_SECONDS = 2.0  # total CPU time for compiling
 # Grammars that requests may have requested at a time; with more, the last could evict the first
 # before they are used.
 MOST_PENDING = 8

@@ -73,7 +73,8 @@ class GrammarMatchers:
     ) -> None:
         self._grammars = grammars
         self._eos_token_ids = eos_token_ids
-        self._most_originals = min(threads, MOST_THREADS)  # of a grammar: one for each thread
+        # Instances of a grammar: at most one for each thread.
+        self._most_originals = min(threads, MOST_THREADS)
         self._threads = MaskThreads(self._most_originals)
         self._ahead: _Ahead | None = None
         self._mask_seconds = 0.0  # recent seconds per mask in a large batch, on one thread

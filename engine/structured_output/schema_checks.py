@@ -35,7 +35,7 @@ _NOT_READ = "default", "example", "examples"  # nor keys that begin with x-
 
 # Limits of the walks that search for a text.
 MOST_WALKS = 32
-MOST_STEPS = 2048  # of one walk
+MOST_STEPS = 2048  # steps of one walk
 MOST_SECONDS = 0.5  # CPU time of all walks
 FEW_WALKS, FEW_STEPS, FEW_SECONDS = 3, 32, 0.1  # the same for `dead_end`
 _HASTE = 0.75  # probability that a walk ends what it may end

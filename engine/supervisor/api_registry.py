@@ -40,7 +40,7 @@ class _ApiProcess:
     calls: PendingCalls
     using: int = 0  # newest engine generation that its new requests go to
     needs: set[int] = field(default_factory=set)  # generations on which it may have requests
-    samples: bytes | None = None  # its metrics, as last reported
+    samples: bytes | None = None  # the process's metrics, as last reported
 
 
 class ApiRegistry:

@@ -77,7 +77,7 @@ class Supervisor:
             ConfigError: a setting is not allowed with so many engines.
         """
         config.of_rank(config.engines - 1)
-        self._config = config  # of the serving engines
+        self._config = config  # configuration of the serving engines
         self._supervision = supervision
         self._check = check
         self._engine = engine

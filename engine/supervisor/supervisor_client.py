@@ -49,7 +49,7 @@ class Serving:
     """Event: new requests must go to `backend`; confirm by calling `use`."""
 
     backend: EngineBackend  # connected
-    generations: tuple[int, ...]  # of the engines behind `backend`
+    generations: tuple[int, ...]  # generations of the engines behind `backend`
     restarts: int = 0  # restarts so far of engines that died
 
 

@@ -15,10 +15,10 @@ class Point:
     step: int
     tokens: int  # trained on so far
     train_loss: float  # mean since the previous point, with dropout
-    test_loss: float  # of the weights as they would be written, see trainer.py
+    test_loss: float  # loss of the weights as they would be written, see trainer.py
     learning_rate: float
     tokens_per_second: float  # since the previous point, including this evaluation
-    seconds: float  # of training so far
+    seconds: float  # training time so far
 
 
 class Curve:

@@ -28,7 +28,7 @@ class Result:
     best_step: int
     windows: Loss
     carried: Loss
-    has_picture: bool  # of the curve; False if matplotlib is not installed
+    has_picture: bool  # whether the curve was plotted; False if matplotlib is not installed
 
 
 def write_checkpoint(trainer: Trainer) -> Result:

@@ -40,7 +40,7 @@ class RunState:
     data: str  # Split.fingerprint
     step: int
     seconds: float
-    loss_sum: Tensor  # of the steps since the last evaluation, fp32 scalar
+    loss_sum: Tensor  # sum of losses since the last evaluation, fp32 scalar
     loss_steps: int
     model: dict[str, Tensor]
     average: list[Tensor]

@@ -37,7 +37,7 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".writing"
 HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # wait for pending writes at the end
-LANE = "files"  # of `WorkerThreads`
+LANE = "files"  # lane of `WorkerThreads`
 
 Parse = Callable[[bytes], bytes]
 

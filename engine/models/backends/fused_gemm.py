@@ -37,7 +37,7 @@ from engine.ops.gemm import (
 NAME = "fused_gemm"
 NAME_TO_HEAD = "fused_gemm to a head"  # the head is a separate kernel
 
-_MOST_TOKENS = 65_535 * 128  # of a vocabulary: the rows of a grid, a tile of the head each
+_MOST_TOKENS = 65_535 * 128  # the largest vocabulary: the rows of a grid, a tile of the head each
 
 # What `supports` requires of a model's widths, in words.
 WIDTHS = (

@@ -29,7 +29,7 @@ from engine.ops import library
 
 _Item = TypeVar("_Item")
 _FORMAT = 1
-_MOST_BYTES = 2**24  # of a file; a larger one is not ours
+_MOST_BYTES = 2**24  # the most bytes of a file; a larger one is not ours
 
 
 def tuning_folder(setting: str) -> Path | None:

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 class SampleStep(NamedTuple):
     """Rows that have been sampled for, on the device until the step is finished."""
 
-    keys: list[int]  # of their sequences
+    keys: list[int]  # keys of the rows' sequences
     words: Tensor  # int32: the memory of their SamplingRows
     size: int  # number of rows for which `words` is laid out
     tokens: Tensor  # [rows] int32; negative if the best logit is not finite
