@@ -237,9 +237,10 @@ class Engine:
 
         Args:
             take_in: receives messages; it may call `add`, `abort` and `ask`, and must not raise. It
-            is called once the round is done or has failed, so that nothing more is delivered for a
-            request that was aborted meanwhile. On an asynchronous device it is also called
-            repeatedly before that, so that the host has less to do while the device waits.
+                is called once the round is done or has failed, so that nothing more is delivered
+                for a request that was aborted meanwhile. On an asynchronous device it is also
+                called repeatedly before that, so that the host has less to do while the device
+                waits.
 
         Returns:
             The events to send, by client.

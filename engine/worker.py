@@ -199,9 +199,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="engine.worker", description=__doc__)
     parser.add_argument("address", help="ZeroMQ address to bind, for example ipc:///tmp/engine")
     parser.add_argument("config", help="the fields of EngineConfig as a JSON object")
-    parser.add_argument(
-        "--parent", type=int, required=True, help="exit when this process has ended"
-    )
+    parser.add_argument("--parent", type=int, required=True, help="pid of the parent; exit with it")
     parser.add_argument("--engine", default="engine.engine:Engine.load", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group. The parent decides how to

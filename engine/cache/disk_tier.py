@@ -122,7 +122,7 @@ class DiskTier:
     def _parse(self, with_logits: bool, content: bytes) -> bytes:
         found = prefix_file.parse(content, self._variant, self._layout)
         if len(found) != self._layout.bytes + (4 * self._layout.vocab_size if with_logits else 0):
-            raise StateMalformed("the file's size has changed since it was written")
+            raise StateMalformed("the file was replaced by another one")
         return found
 
     def touch(self, state: CachedState) -> None:

@@ -227,9 +227,9 @@ class NamedStates:
             point: the state.
             ttl: lifetime in seconds; None: the configured one.
             then: called once: with the state's description when its file is written or could not be
-            (without a file store at once); with StepFailed if the state was lost.
+                (without a file store at once); with StepFailed if the state was lost.
             must_last: if the file cannot be written, call `then` with StateNotStored instead and
-            leave the name as it was.
+                leave the name as it was.
             wait: False: call `then` at once, unless other engines use the folder.
             key, due: the Waiter's, for `stop_waiting`.
         """

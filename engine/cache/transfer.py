@@ -128,7 +128,7 @@ class StateTransfer:
         Args:
             state: the state.
             then: called by `on_exported` with its bytes (and its logits') when that plan has run;
-            with None if the state is lost.
+                with None if the state is lost.
             with_logits: export the stored logits as well.
         """
         self._next_ticket += 1
@@ -211,7 +211,7 @@ class StateTransfer:
             state: the state.
             most: the most bytes that a file may have.
             parse: returns the state in a file's content or raises EngineError; called by a worker
-            thread.
+                thread.
             on_lost: called with the names of files that are missing or damaged.
         """
         if state in self._loading:

@@ -135,7 +135,7 @@ class EngineClient:
             EngineLoading: `timeout` seconds have passed.
             EngineDead: the engine has ended.
             EngineError: a CheckpointError, DeviceError or ConfigError if the model cannot be
-            loaded.
+                loaded.
         """
         try:
             await asyncio.wait_for(self._settled.wait(), timeout)

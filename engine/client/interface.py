@@ -72,7 +72,7 @@ class EngineBackend(ABC):
             EngineLoading: `timeout` seconds have passed.
             EngineDead: all engines have ended.
             EngineError: a CheckpointError, DeviceError or ConfigError if the model cannot be
-            loaded.
+                loaded.
         """
 
     @abstractmethod
@@ -96,7 +96,7 @@ class EngineBackend(ABC):
 
         Raises:
             EngineLoading: no engine is loaded, or the engine that keeps the request's state is not
-            available.
+                available.
             EngineDead: all engines have ended.
             InvalidRequest: the request cannot be encoded.
         """
@@ -153,7 +153,7 @@ class EngineBackend(ABC):
 
         Raises:
             StateError: raised by the engine: StateNotFound, StateBusy, StateMismatch,
-            StateMalformed, StateQuota or StateNotStored.
+                StateMalformed, StateQuota or StateNotStored.
             InvalidRequest: a field is wrong.
             EngineLoading: the engine in charge is not available, or is loading its model.
             EngineDead: the engine has ended.

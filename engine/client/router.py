@@ -70,8 +70,8 @@ class EngineRouter(EngineBackend):
             clients: in order of rank; None for an engine that is not available; at least one is.
             waits: in order of rank, the seconds until a missing engine may be back.
             before: the router that this one replaces. The new router continues its request ids,
-            since requests may still be in flight on the same engines, and takes over its prefix
-            affinity.
+                since requests may still be in flight on the same engines, and takes over its prefix
+                affinity.
         """
         now = time.monotonic()
         self._back_at = dict(enumerate([now + wait for wait in waits]))  # by rank

@@ -173,15 +173,15 @@ def load_model(
         device: where to put the weights.
         dtype: type of the weights that are not quantised; None: as stored.
         quantize: quantize the stored weights, whatever `dtype` is; the returned config says so.
-        None: leave them as they are, quantised or not.
+            None: leave them as they are, quantised or not.
         known_readable: every byte of the files has just been read (`fingerprint`), so this need not
-        be checked.
+            be checked.
 
     Raises:
         CheckpointError: a file is missing, unreadable or damaged, or the weights do not match
-        config.json.
+            config.json.
         ConfigError: config.json is invalid, or the checkpoint is quantised in another way than
-        `quantize`.
+            `quantize`.
     """
     config = load_config(folder)
     expected = _expected(config)

@@ -59,7 +59,7 @@ class ClusterProgram:
         table: the embedding [ids, d_model].
         layers: as many as `refusal` allows.
         head: [vocabulary, d_model], with the last norm's weight folded in; None: a run returns
-        hidden states, for a separate head.
+            hidden states, for a separate head.
         head_bias: [vocabulary].
         norm: without a head, the last norm's weight [d_model].
         gates: 2: minGRU, 3: minLSTM.
@@ -107,10 +107,10 @@ class ClusterProgram:
         Args:
             tokens: int32 [batch]; an id out of range is read as a row of zeros.
             slots: int32 [batch]; negative: a padding row, whose logits are undefined. No row may
-            occur twice.
+                occur twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
             conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
-            convolutions.
+                convolutions.
 
         Returns:
             Logits, float32 [batch, vocabulary]; without a head the last norm's output, bfloat16

@@ -28,18 +28,18 @@ def conv_scan(
         weight: [channels, K], x's dtype; weight[:, K - 1] multiplies the current token.
         bias: [channels], x's dtype, or None.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
-        Tokens beyond the last entry are padding: their rows of the result are zero.
+            Tokens beyond the last entry are padding: their rows of the result are zero.
         state: float32 [num_slots, K - 1, channels], the last K - 1 inputs, oldest first, channels
-        contiguous; **changed in place**, also by sequences shorter than K - 1.
+            contiguous; **changed in place**, also by sequences shorter than K - 1.
         slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
-        skipped; its rows of the result are zero. No row may occur twice.
+            skipped; its rows of the result are zero. No row may occur twice.
 
     Returns:
         y [tokens, channels] in x's dtype, summed in float32.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
-        and slots (on CUDA, sequences with a slot out of range are skipped).
+            and slots (on CUDA, sequences with a slot out of range are skipped).
     """
     y: Tensor = torch.ops.minserve.conv_scan(x, weight, bias, cu_seqlens, state, slots)
     return y
@@ -56,14 +56,14 @@ def conv_step(
         x: inputs [batch, channels]; float32, bfloat16 or float16.
         weight, bias, state: as for `conv_scan`; state is **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its result is zero. No row
-        may occur twice.
+            may occur twice.
 
     Returns:
         y [batch, channels] in x's dtype, summed in float32.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
-        CUDA those rows are skipped).
+            CUDA those rows are skipped).
     """
     y: Tensor = torch.ops.minserve.conv_step(x, weight, bias, state, slots)
     return y

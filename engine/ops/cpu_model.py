@@ -29,14 +29,14 @@ def lm_step(
         plan: int64 [numbers].
         cell: float32 [layers, slots, inner]; **changed in place**.
         conv: float32 [layers, slots, taps - 1, d_model], **changed in place**; None without
-        convolutions.
+            convolutions.
 
     Returns:
         Logits, float32 [batch, vocab].
 
     Raises:
         RuntimeError: shapes, types or devices do not fit, tokens or slots are out of range, or the
-        plan refers to bytes outside of the weights.
+            plan refers to bytes outside of the weights.
     """
     logits: Tensor = torch.ops.minserve.lm_step(tokens, slots, weights, plan, cell, conv)
     return logits

@@ -47,7 +47,7 @@ def product_(
 
     Raises:
         RuntimeError: shapes, dtypes, devices or the algorithm do not fit; NotImplementedError on
-        the CPU.
+            the CPU.
     """
     torch.ops.minserve.product_(out, x, weight, algorithm, add)
 

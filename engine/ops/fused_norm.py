@@ -78,7 +78,7 @@ def normed_step_(
         y: W x, [rows, gates * channels], bfloat16; two gates are minGRU's, three minLSTM's.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [rows]; negative: a padding row, which is skipped; its h is zero. No row may
-        occur twice.
+            occur twice.
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
 

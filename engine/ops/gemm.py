@@ -52,12 +52,12 @@ def linear_map(
 
     Args:
         x: [tokens, inputs], bfloat16, contiguous; inputs a multiple of 8. With `squares` it is the
-        residual stream times the norm's weight.
+            residual stream times the norm's weight.
         squares: float32 [inputs / 64, tokens], sums of the residual stream's squares; None: no
-        norm.
+            norm.
         eps: the norm's epsilon.
         weight: [rows, inputs]; rows a multiple of 8. Prefetched before the previous kernel on the
-        stream has ended.
+            stream has ended.
         bias: [rows]. Prefetched like weight.
         gelu: apply exact GELU to y.
         logits: return y in float32.
@@ -100,7 +100,7 @@ def linear_residual_(
         fixed_order: as for `linear_map`.
         ahead: [channels], added to the rounded x after the next norm's inputs have been computed.
         squares: return sums of squares without norm_weight, too: for a norm with weights of 1,
-        which reads x itself in place of x * norm_weight.
+            which reads x itself in place of x * norm_weight.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and the sums of squares of x, float32
@@ -138,11 +138,11 @@ def linear_step(
     Args:
         x, squares, eps: as for `linear_map`.
         weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
-        of minLSTM; channels a multiple of 8. Prefetched as in `linear_map`.
+            of minLSTM; channels a multiple of 8. Prefetched as in `linear_map`.
         bias: [rows of weight]. Prefetched like weight.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
-        occur twice.
+            occur twice.
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
         fixed_order: as for `linear_map`.
@@ -152,7 +152,7 @@ def linear_step(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit (slots out of range are skipped);
-        NotImplementedError on the CPU.
+            NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.linear_step(
         x, squares, eps, weight, bias, state, slots, linear_candidate, normalize_gates, fixed_order
@@ -176,9 +176,9 @@ def linear_best(
     Args:
         x: [rows, inputs], bfloat16, contiguous; inputs a multiple of 8.
         squares, eps: as for `linear_map`. Without them the best is the same, except where rounding
-        decides whether logits are equal.
+            decides whether logits are equal.
         weight: [vocabulary and padding, inputs]; rows a multiple of 8. Prefetched as in
-        `linear_map`.
+            `linear_map`.
         bias: [vocabulary and padding], in x's dtype.
         vocabulary: rows of weight that are not padding.
 

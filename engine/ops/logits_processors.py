@@ -36,7 +36,7 @@ def record(
 
     Args:
         counts: address of int32 [vocab] on the device of the logits, which must stay allocated; 0:
-        no penalties.
+            no penalties.
         penalties: repetition, presence and frequency, as float32.
         entries: address of the packed entries on that device, likewise.
         entry_count: number of entries.
@@ -75,7 +75,7 @@ def apply_logits_processors_(
         positions: int64 [rows]: number of tokens in the answer.
         records: int32 [slots, RECORD_WORDS], each packed by `record`; their counts are changed.
         masks: int32 [masked, words], words at least vocab / 32: bit t of a mask, counted from the
-        lowest bit of the first word, says that token t is allowed.
+            lowest bit of the first word, says that token t is allowed.
         mask_of: int32 [rows]: index of the row's mask; negative: none.
 
     Raises:

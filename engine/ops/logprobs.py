@@ -50,7 +50,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, top: int = 0) -> Tensor:
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, top is out of range; on the CPU also
-        targets out of range (on CUDA their log-probabilities are NaN).
+            targets out of range (on CUDA their log-probabilities are NaN).
     """
     reports: Tensor = torch.ops.minserve.target_logprobs(logits, targets, top)
     return reports
@@ -72,7 +72,7 @@ def report_logprobs_(
         out: int32 [steps, rows], likewise.
         told: int32 [rows]; **changed in place**.
         reports: int32 [steps, rows, 2 + 2 * room], room at most MOST_TOP and vocab; **changed in
-        place**. Words after a report of fewer top tokens are left unchanged.
+            place**. Words after a report of fewer top tokens are left unchanged.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit.

@@ -118,7 +118,7 @@ class Program:
 
     Raises:
         RuntimeError: shapes, dtypes, alignments or devices of the phases do not fit each other, or
-        the kernel.
+            the kernel.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Program:
         Args:
             tokens: int32 [batch], up to what `most_rows` says. An id out of range is a row of
                 zeros.
-            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may
-                be named twice.
+            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may be
+                named twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
             conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
                 convolutions.

@@ -77,7 +77,7 @@ def sample_(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also a cursor outside of
-        `out` (on CUDA those rows are skipped).
+            `out` (on CUDA those rows are skipped).
     """
     torch.ops.minserve.draw_(
         logits, tokens, slots, positions, remaining, cursor, out,
@@ -102,7 +102,7 @@ def sample_best_(
     Args:
         best: int64 [rows, parts], from `engine.ops.gemm.linear_best`.
         tokens, slots, positions, remaining, cursor, out, stop_ids: as for `sample_`; all but
-        stop_ids are **changed in place**.
+            stop_ids are **changed in place**.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.

@@ -39,10 +39,10 @@ def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = 
 
     Args:
         a: coefficients [batch, time, channels]; float32, float64, bfloat16 or float16. Either
-        channels or time may be contiguous; other strides are copied to the former.
+            channels or time may be contiguous; other strides are copied to the former.
         b: inputs, same shape, dtype and device as a; copied if its layout differs from a's.
         h0: state before the first step [batch, channels], dtype of a or float32 (float64 with
-        float64); None is zero.
+            float64); None is zero.
         reverse: run from the last step to the first: h_t = a_t * h_{t+1} + b_t.
 
     Returns:
@@ -71,10 +71,10 @@ def mingru_scan(
     Args:
         pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, bfloat16 or float16.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
-        Tokens beyond the last entry are padding: their rows of h are zero.
+            Tokens beyond the last entry are padding: their rows of h are zero.
         state: float32 [num_slots, channels], channels contiguous; **changed in place**.
         slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
-        skipped; its rows of h are zero. No row may occur twice.
+            skipped; its rows of h are zero. No row may occur twice.
         linear_candidate: g(x) = x.
 
     Returns:
@@ -82,8 +82,8 @@ def mingru_scan(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
-        and slots (on CUDA, sequences with a slot out of range are skipped, because checking would
-        stall the GPU).
+            and slots (on CUDA, sequences with a slot out of range are skipped, because checking
+            would stall the GPU).
     """
     h: Tensor = torch.ops.minserve.mingru_scan(pre, cu_seqlens, state, slots, linear_candidate)
     return h
@@ -103,9 +103,9 @@ def minlstm_scan(
 
     Args:
         pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, bfloat16 or
-        float16.
+            float16.
         cu_seqlens, state, slots, linear_candidate: as for `mingru_scan`; state is **changed in
-        place**.
+            place**.
         normalize_gates: scale the gates to f' + i' = 1.
 
     Returns:
@@ -131,7 +131,7 @@ def mingru_step(
         pre: gate pre-activations [batch, 2 * channels] = [k | v]; float32, bfloat16 or float16.
         state: float32 [num_slots, channels], channels contiguous; **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
-        occur twice.
+            occur twice.
         linear_candidate: g(x) = x.
 
     Returns:
@@ -139,7 +139,7 @@ def mingru_step(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
-        CUDA those rows are skipped).
+            CUDA those rows are skipped).
     """
     h: Tensor = torch.ops.minserve.mingru_step(pre, state, slots, linear_candidate)
     return h
@@ -184,9 +184,9 @@ def mingru_scan_train(
 
     Args:
         pre: gate pre-activations [tokens, 2 * channels] = [k | v]; float32, float64, bfloat16 or
-        float16.
+            float16.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing;
-        rows of h beyond its last entry are zero.
+            rows of h beyond its last entry are zero.
         h0: initial states [sequences, channels], float32 (float64 with float64 pre); None is zero.
         linear_candidate: g(x) = x.
 
@@ -214,7 +214,7 @@ def minlstm_scan_train(
 
     Args:
         pre: gate pre-activations [tokens, 3 * channels] = [f | i | v]; float32, float64, bfloat16
-        or float16.
+            or float16.
         cu_seqlens, h0, linear_candidate: as for `mingru_scan_train`.
         normalize_gates: scale the gates to f' + i' = 1.
 

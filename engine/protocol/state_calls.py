@@ -24,10 +24,10 @@ class StateCall(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     - export: return state `id` as a file.
     - import: keep the file `content` under the id `target` ("": a new id).
 
-    With a state folder, the results of fork, move and import are on disk before the reply.
-    Otherwise they fail with StateNotStored and nothing has changed, unless the error says that the
-    state is kept or may yet be (a disk that hangs, a folder that cannot be synced). States that
-    delete could not remove still exist.
+    With a state folder, the results of fork, move and import are in it before the reply, except
+    with `brief`. Otherwise they fail with StateNotStored and nothing has changed, unless the error
+    says that the state is kept or may yet be (a disk that hangs, a folder that cannot be synced).
+    States that delete could not remove still exist.
     """
 
     call: int
@@ -46,7 +46,7 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
 
     id: str
     owner: str
-    tokens: int  # number of tokens that the state has read
+    tokens: int  # length of the text after which it was kept
     bytes: int  # size of the state
     tier: Tier
     fingerprint: str  # fingerprint of the model that made the state

@@ -209,7 +209,7 @@ class ModelRunner:
 
         Args:
             batches: sizes of decode batches to capture graphs for (`cuda_graphs.buckets`); others
-            run in larger ones. None: all sizes.
+                run in larger ones. None: all sizes.
         """
         self.grammars.prepare()
         if self._device.type == "cuda" and self.config.cuda_graphs:
@@ -273,7 +273,7 @@ class ModelRunner:
         Raises:
             DeviceLost: the device is lost, whichever call has noticed it.
             Exception: the step could not be started; the rows of its sequences are undefined, but
-            other steps may follow.
+                other steps may follow.
         """
         began = perf_counter()
         try:

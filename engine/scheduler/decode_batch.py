@@ -273,8 +273,8 @@ class DecodeBatch:
             steps: decode steps of the round.
             output: receives tokens of streamed requests.
             end: called with the last tokens of a sequence that the device has ended, including the
-            stop id, and their log-probabilities if requested; returns how many tokens it delivered.
-            If they do not end the sequence, the batch is spoiled.
+                stop id, and their log-probabilities if requested; returns how many tokens it
+                delivered. If they do not end the sequence, the batch is spoiled.
             now: seconds.
 
         Returns:

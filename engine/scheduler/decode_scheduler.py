@@ -174,8 +174,8 @@ class DecodeScheduler:
             plan: already contains its prompt chunks.
             kind: which sequences it decodes.
             beginning: sequences of this kind whose first tokens the plan samples. Those that have a
-            `row` afterwards decode from this plan on. The others must be added (`add`) when their
-            first tokens are known.
+                `row` afterwards decode from this plan on. The others must be added (`add`) when
+                their first tokens are known.
         """
         if kind is BatchKind.HOSTED:
             plan.apart = True

@@ -122,8 +122,8 @@ class RequestTable:
             reason: reported to its client.
             now: seconds.
             read: how many of the answer's tokens the state in its slot has read. None if unknown,
-            because the device may have gone on; the answer then gets missing tokens from the decode
-            batch.
+                because the device may have gone on; the answer then gets missing tokens from the
+                decode batch.
         """
         if read is None:
             self._decoding.catch_up(sequence)

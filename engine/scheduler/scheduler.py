@@ -179,7 +179,7 @@ class Scheduler:
             reason: the finish reason to report.
             now: seconds.
             kept: parallel to `ids`, how many tokens of the answer belong to the kept state
-            (`Abort.kept`); empty: all that were delivered.
+                (`Abort.kept`); empty: all that were delivered.
         """
         self._table.abort(client, ids, reason, now, kept)
 

@@ -58,7 +58,7 @@ class ApiRegistry:
             reload: carries out a `reload` call (Supervisor.reload).
             on_unneeded: called with an engine generation that no process uses any more.
             fold: merges the metrics of ended processes, so that counters never decrease; None:
-            their metrics are dropped.
+                their metrics are dropped.
         """
         self._reload = reload
         self._on_unneeded = on_unneeded

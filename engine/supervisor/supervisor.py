@@ -66,10 +66,10 @@ class Supervisor:
 
         Args:
             config: the configuration of every engine, except for its rank; `config.engines` is
-            their number.
+                their number.
             supervision: when engines are restarted or killed.
             check: awaited with every model before it serves; an EngineError that it raises counts
-            as a failure to load.
+                as a failure to load.
             fold: as for `ApiRegistry`.
             engine: as for `ProcessTransport`.
 
@@ -228,8 +228,7 @@ class Supervisor:
             ConfigError, CheckpointError, DeviceError: it cannot be loaded.
             ReloadUnderWay: another reload is running.
             EngineLoading: no engine serves at the moment.
-            Draining: the server is shutting down.
-            In all these cases the serving engines go on.
+            Draining: the server is shutting down. In all these cases the serving engines go on.
         """
         if self._held:
             raise Draining("the server is shutting down and accepts no reload")

@@ -48,17 +48,18 @@ class ExecutionPath:
     Args:
         name: unique in a table; identifies the path in the tuning cache and the log.
         sizes: by workload, the sizes at which it competes. If it was chosen for a neighbouring
-        size, it is not used for larger ones than these; smaller ones use the table's first path.
+            size, it is not used for larger ones than these; smaller ones use the table's first
+            path.
         unmeasured: by workload, the sizes for which it is used if nothing was timed. The last path
-        that claims a size gets it.
+            that claims a size gets it.
         at_once: with more rows it takes turns on some GPUs, so it is used for at most this many or
-        the largest number that was timed.
+            the largest number that was timed.
         step: tokens int32 [batch], state, slots int32 [batch] -> logits fp32 [batch, vocabulary].
         step_to_bests: the same step with a head that finds the most likely token instead of logits;
-        None: the path does not support it, or it would not pay.
+            None: the path does not support it, or it would not pay.
         prefill: None: the path reads no prompts.
         tune: chooses kernels for sizes of a workload before they are timed or captured. Waits for
-        the device. None: there is nothing to choose.
+            the device. None: there is nothing to choose.
     """
 
     name: str
@@ -138,10 +139,10 @@ class PathBackend:
     Args:
         model: the model.
         paths: of equally fast ones the first is taken. The first of all must read prompts and steps
-        of any size.
+            of any size.
         logits: bf16 or fp32 hidden states [n, d_model] -> logits fp32 [n, vocabulary].
         tune_logits: chooses its kernels for these numbers of rows; None: there is nothing to
-        choose.
+            choose.
         tuning: earlier measurements; None: everything is measured.
     """
 

@@ -40,11 +40,11 @@ class HopperBackend(PathBackend):
     Args:
         model: the model.
         deterministic: a row's bits depend only on that row. Nothing is timed, and only paths that
-        sum in a fixed order are used. Otherwise many tokens and the logits of prompts are library
-        products, whose order of summation depends on the number of rows and on what was measured at
-        start.
+            sum in a fixed order are used. Otherwise many tokens and the logits of prompts are
+            library products, whose order of summation depends on the number of rows and on what was
+            measured at start.
         few: the same model with 8-bit weights. It computes steps of a few sequences unless the
-        model's own kernel is faster for them.
+            model's own kernel is faster for them.
         tuning: earlier measurements; None: everything is measured.
     """
 

@@ -66,12 +66,12 @@ class ModelBackend(Protocol):
 
         Args:
             tokens: int32 [tokens]; those beyond the last sequence are padding, which affects no
-            state.
+                state.
             cu_seqlens: int32 [sequences + 1], where each sequence begins in `tokens`, and where the
-            last one ends. A sequence may be empty.
+                last one ends. A sequence may be empty.
             state: its rows are updated in place.
             slots: int32 [sequences], each one's row; negative: a padding row. No row may occur
-            twice.
+                twice.
 
         Returns:
             Hidden states [tokens, d_model] for `logits`, fp32 or in the type of the activations.
@@ -84,7 +84,7 @@ class ModelBackend(Protocol):
             tokens: int32 [batch].
             state: its rows are updated in place.
             slots: int32 [batch], each one's row; negative: a padding row, whose logits are
-            undefined. No row may occur twice.
+                undefined. No row may occur twice.
 
         Returns:
             Logits fp32 [batch, vocab]; the row stride may exceed vocab.
@@ -122,7 +122,7 @@ def select_backend(
         model: the model.
         device: the device.
         deterministic: the result for a row or a sequence must depend only on that, bit for bit, and
-        not on the rest of the call; parts of a prompt end at multiples of SCAN_CHUNK.
+            not on the rest of the call; parts of a prompt end at multiples of SCAN_CHUNK.
         reserve: bytes of the device's memory needed for other purposes.
         tuning_folder: where measurements are kept for the next start; None: nowhere.
 

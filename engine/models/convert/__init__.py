@@ -55,20 +55,20 @@ def convert(
 
     Args:
         source: a .safetensors file, a file written by torch.save (read with weights_only: nothing
-        else is unpickled), or a minserve checkpoint folder to convert.
+            else is unpickled), or a minserve checkpoint folder to convert.
         destination: the folder to write; must not exist, or be empty.
         dtype: type of the stored weights.
         normalize_gates: False for a minLSTM whose gates were not normalised.
         norm_eps: the norms' epsilon, if it is not the default of the source project.
         eos_token_id: end-of-text ids.
         quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
-        bitwise equal to the source quantised at load.
+            bitwise equal to the source quantised at load.
 
     Raises:
         CheckpointError: the source is missing, damaged or of unknown layout, or the destination is
-        not empty.
+            not empty.
         ConfigError: an argument that the model cannot have, or weights that are already quantised
-        in another way. In both cases nothing is written.
+            in another way. In both cases nothing is written.
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: already exists; give a new or empty folder")
