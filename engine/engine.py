@@ -188,13 +188,13 @@ class Engine:
         self._scheduler.reject(client, request, error)
 
     def abort(
-        self,  # End requests early; arguments as for `Scheduler.abort`.
+        self,
         client: Hashable,
         ids: Iterable[int] | None,
         reason: FinishReason = "abort",
         kept: Iterable[int] = (),
     ) -> None:
-        """Ends requests early; arguments as of `Scheduler.abort`."""
+        """End requests early; arguments as for `Scheduler.abort`."""
         self._scheduler.abort(client, ids, reason, self._clock(), kept)
 
     def ask(self, client: Hashable, call: StateCall) -> None:

@@ -96,9 +96,9 @@ class EngineClient:
         """Stats of the latest round that concerned this process; the load is at most 0.1 s old."""
         return self._stats
 
-    @property  # How many requests run at once; 0 before the model is loaded.
+    @property
     def slots(self) -> int:
-        """How many requests run at once, once the model is loaded."""
+        """How many requests run at once; 0 before the model is loaded."""
         return 0 if self._info is None else self._info.slots
 
     @property

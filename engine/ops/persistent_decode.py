@@ -162,41 +162,22 @@ class Program:
         ]
 
     def run(
-        # Read one token of every row.
-        # Args:
-        #     tokens: int32 [batch], at most `most_rows`. An id out of range is read as a row of
-        #     zeros.
-        #     slots: int32 [batch]; negative: a padding row, whose logits are undefined. No row may
-        #     occur twice.
-        #     cell: float32 [layers, num_slots, inner]; **changed in place**.
-        #     conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
-        #     convolutions.
-        #     eps: the norms' epsilon.
-        # Returns:
-        #     Logits, float32 [batch, rows of the last weight].
-        # Raises:
-        #     RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.
-        self,
-        tokens: Tensor,
-        slots: Tensor,
-        cell: Tensor,
-        conv: Tensor | None,
-        eps: float,
+        self, tokens: Tensor, slots: Tensor, cell: Tensor, conv: Tensor | None, eps: float
     ) -> Tensor:
-        """One token of every row.
+        """Read one token of every row.
 
         Args:
-            tokens: int32 [batch], up to what `most_rows` says. An id out of range is a row of
+            tokens: int32 [batch], at most `most_rows`. An id out of range is read as a row of
                 zeros.
-            slots: int32 [batch]; negative: a padding row, whose logits mean nothing. No row may be
-                named twice.
+            slots: int32 [batch]; negative: a padding row, whose logits are undefined. No row may
+                occur twice.
             cell: float32 [layers, num_slots, inner]; **changed in place**.
             conv: float32 [layers, num_slots, K - 1, d_model], **changed in place**; None without
                 convolutions.
-            eps: of the norms.
+            eps: the norms' epsilon.
 
         Returns:
-            logits, float32 [batch, rows of the last weight].
+            Logits, float32 [batch, rows of the last weight].
 
         Raises:
             RuntimeError: shapes, dtypes or devices do not fit, or the GPU is not a Hopper.

@@ -143,9 +143,8 @@ class PrefillRunner:
         largest = 0
         for tokens in sizes:
             try:
-                # there is no room for a graph of this size either
                 times_launches = self._times_launches(tokens)
-            except torch.OutOfMemoryError:  # nor is there room for a graph of it
+            except torch.OutOfMemoryError:  # a graph of this size would have no room either
                 break
             if times_launches > _PAYS:
                 break
