@@ -179,6 +179,7 @@ class ModelConfig:
 
     @property
     def mlp_hidden(self) -> int:
+        """Hidden width of the MLP; 0 = no MLP."""
         return int(self.d_model * self.mlp_ratio)
 
     @property

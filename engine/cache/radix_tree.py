@@ -52,6 +52,7 @@ class RadixTree(Generic[T]):
 
     @property
     def empty(self) -> bool:
+        """Whether the tree has no texts."""
         return not self.root.children
 
     def walk(self, text: bytes) -> tuple[list[RadixNode[T]], int]:

@@ -65,6 +65,7 @@ class CachedState(msgspec.Struct, eq=False):
 
     @property
     def has_row(self) -> bool:
+        """Whether it has a row, on the device or in host memory."""
         return self.place != _NOWHERE
 
     @property
@@ -96,6 +97,7 @@ class _Allowance:
         self.used_up = False
 
     def grow(self) -> None:
+        """Add the moves of one more plan."""
         self.left = min(self.left + MOVED_PER_PLAN, MOVED_AT_ONCE)
         self.used_up = self.used_up and self.left < MOVED_AT_ONCE
 

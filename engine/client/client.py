@@ -84,6 +84,7 @@ class EngineClient:
 
     @property
     def state(self) -> State:
+        """The engine's state: "loading", "ready" or, once it has ended, "dead"."""
         return self._state
 
     @property

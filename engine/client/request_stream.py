@@ -319,12 +319,14 @@ class RequestStream:
             self.notify()
 
     def add_scores(self, scores: list[TokenLogprobs]) -> None:
+        """Append log-probabilities of prompt tokens."""
         self._rest.scores.extend(scores)
         self.only_tokens = False
         if not self.notified:
             self.notify()
 
     def finish(self, finished: Finished) -> None:
+        """Append the terminal event of a request that was served."""
         if finished.answer:
             self.tokens.extend(unpack_ids(finished.answer))
         self._rest.finished = finished
@@ -335,6 +337,7 @@ class RequestStream:
             self.on_finish()
 
     def fail(self, error: EngineError) -> None:
+        """End the stream with an error, which is raised after everything received so far."""
         self.error = error
         self.only_tokens = False
         if not self.notified:

@@ -75,6 +75,7 @@ class QuantLinear(_QuantMatrix):
         self.bias = nn.Parameter(torch.zeros(outputs), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the linear map of x [..., inputs]."""
         y = self.product(x)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 

@@ -16,7 +16,7 @@ QUEUE_PART = 3  # an owner may hold this many times what its request would leave
 
 
 def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
-    """Whether an owner's next request fits in a queue.
+    """Return whether an owner's next request fits in a queue.
 
     One owner holds at most QUEUE_PART times what stays free: three quarters alone, three sevenths
     beside another one. So there is always room for an owner that has nothing in the queue, and no
@@ -35,14 +35,14 @@ def has_room(*, taken: int, own: int, more: int, most: int, owner: str) -> bool:
 
 
 def most_of_one(most: int, owner: str) -> int:
-    """How many places of an empty queue of `most` places `has_room` gives to `owner`."""
+    """Return how many of `most` places `has_room` grants to `owner` in an empty queue."""
     if not owner or most == 0:
         return most
     return max(QUEUE_PART * most // (1 + QUEUE_PART), 1)
 
 
 def refusal(*, taken: int, own: int, more: int, most: int, owner: str) -> type[QueueFull] | None:
-    """Why an owner's next request does not fit in a queue; arguments as in `has_room`.
+    """Return the error type if an owner's next request does not fit; arguments as in `has_room`.
 
     Returns None where it fits, QueueFull where the queue as a whole has too few places left, and
     ShareFull where it has enough, but the rest is kept for other owners.

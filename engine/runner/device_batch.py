@@ -42,7 +42,7 @@ _WORDS = FILLED_WORDS + MOST_STEPS
 
 
 class DecodeRun(NamedTuple):
-    """Decode steps in flight."""
+    """The results of decode steps in flight, valid once the device is done."""
 
     keys: list[int]
     results: Tensor  # [2 + steps, size] int32: slots, cursor, out; valid once the device is done

@@ -193,6 +193,7 @@ class _ParallelCopy:
         self.origins: dict[int, int] = {}
 
     def add(self, copy: Copy) -> None:
+        """Append a copy, executed after those added before."""
         self.origins[copy.target] = self.origins.get(copy.source, copy.source)
 
 

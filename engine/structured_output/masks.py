@@ -37,6 +37,7 @@ class MaskCost:
 
     @property
     def is_slow(self) -> bool:
+        """Whether sequences with this grammar must take turns."""
         return self.seconds >= SLOW_SECONDS
 
     def note(self, seconds: float) -> None:

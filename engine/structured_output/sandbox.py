@@ -94,7 +94,7 @@ def _limit_memory(more: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Answer until stdin ends."""
+    """Answer messages on stdin until it ends."""
     from engine.structured_output.compiler import load_tokens
 
     folder, vocab_size, seconds, more = arguments

@@ -36,7 +36,7 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, error: EngineError) -> EncodedError:
-        """Encode an error."""
+        """Encode an EngineError."""
         return cls(error.code, error.message, error.param, error.retry_after)
 
     def decode(self) -> EngineError:

@@ -28,6 +28,7 @@ class Curve:
         self.path = path
 
     def append(self, point: Point) -> None:
+        """Append a point to the file."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(point)) + "\n")
 

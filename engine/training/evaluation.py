@@ -94,6 +94,7 @@ class CarriedLoss:
 
     @property
     def loss(self) -> Loss:
+        """The loss of the tokens scored so far."""
         return Loss(self._nats, self._tokens)
 
     def feed(self, ids: Tensor) -> None:

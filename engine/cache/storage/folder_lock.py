@@ -70,6 +70,7 @@ class FolderLock:
         return True
 
     def release(self, name: str) -> None:
+        """Release the lock of a name."""
         if self._file >= 0:
             with suppress(OSError):
                 self._set(fcntl.F_UNLCK, _byte(name))

@@ -87,6 +87,7 @@ class Snapshot:
 
 
 def digest_of(state: bytes) -> bytes:
+    """Return the hash of a state's bytes."""
     return hashlib.blake2b(state, digest_size=16).digest()
 
 

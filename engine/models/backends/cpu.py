@@ -113,6 +113,7 @@ class _Writer:
         self.plan: list[int] = []
 
     def numbers(self, *values: int) -> None:
+        """Append numbers to the plan."""
         self.plan.extend(values)
 
     def _read(self, tensor: Tensor) -> Tensor:
@@ -126,6 +127,7 @@ class _Writer:
                     tensor.data = tensor.new_empty(0)
 
     def vector(self, vector: Tensor | None, gates: int = 1) -> None:
+        """Write a vector as fp32, or that there is none."""
         self.numbers(-1 if vector is None else self._place_vector(vector, gates))
         self._done(vector)
 
@@ -163,6 +165,7 @@ class _Writer:
         self._done(weight)
 
     def convolution(self, layer: Layer) -> None:
+        """Write a layer's convolution taps and bias, or that there are none."""
         if layer.conv is None:
             self.numbers(-1, -1)
             return
@@ -173,6 +176,7 @@ class _Writer:
         self._done(layer.conv.weight)
 
     def model(self, model: LM, half: bool) -> None:
+        """Write the whole model; `half`: its weights are bfloat16."""
         config = model.config
         gates = config.gates
         self.numbers(

@@ -36,6 +36,7 @@ class LmHead:
 
     @classmethod
     def of(cls, model: LM) -> Self:
+        """Return the head of a model, padded if necessary."""
         module = model.embedding if model.head is None else model.head
         weight: Tensor = module.weight.detach()
         scale: Tensor | None = getattr(module, "scale", None)

@@ -99,6 +99,7 @@ class _Source:
         return tensor
 
     def layers(self) -> int:
+        """Return the number of layers, from the tensors' names."""
         found = (re.match(r"layers\.(\d+)\.", name) for name in self._left)
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
@@ -115,6 +116,7 @@ class _Source:
         return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
     def finish(self) -> None:
+        """Raise CheckpointError if tensors are left."""
         for name, tensor in self._left.items():
             raise CheckpointError(
                 f"tensor {name!r} {list(tensor.shape)} is not part of a known layout; {SUPPORTED}"

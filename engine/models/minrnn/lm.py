@@ -48,6 +48,7 @@ class MLP(nn.Module):
         self.down = linear(config, config.mlp_hidden, config.d_model, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the block for x [..., d_model]."""
         y: Tensor = self.down(functional.gelu(self.up(self.norm(x))))
         return y
 
