@@ -20,7 +20,7 @@ from engine.protocol.events import FromEngine, ModelInfo, Pong, Ready, Stats, St
 from engine.protocol.requests import Abort, FinishReason, Gone, Ping, Request, Shutdown, ToEngine
 from engine.protocol.state_calls import StateCall, StateReply
 
-IDLE_SECONDS = 1.0  # how often an idle loop checks its parent
+IDLE_SECONDS = 1.0  # longest wait for a message in an idle loop
 LOAD_SECONDS = 0.1  # the greatest age of the load that an idle client knows
 
 

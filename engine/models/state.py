@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 
-# Independent of the type of the weights: a bf16 state drifts by 2 to 20 % over a long text.
+# Independent of the type of the weights: a bf16 state loses 2 to 20 % over a long text.
 STATE_DTYPE = torch.float32
 
 

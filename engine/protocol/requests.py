@@ -64,7 +64,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     owner: str = ""
     priority: int = 0  # LEAST_PRIORITY to MOST_PRIORITY; lower numbers get a slot first
     timeout: float | None = None  # seconds from arrival; then it ends with finish_reason "timeout"
-    run_on: int = 0  # tokens of max_tokens that are probably not needed; not charged in advance
+    run_on: int = 0  # part of max_tokens that should not be needed, and is not charged in advance
 
     @property
     def prompt_tokens(self) -> int:

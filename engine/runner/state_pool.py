@@ -1,7 +1,7 @@
 """StatePool: the recurrent state of every sequence, one row each, in device memory.
 
 The scheduler allocates rows (engine/slot_allocator.py); this file only moves their contents. States
-are fp32 whatever the type of the weights: a bf16 state drifts by 2 to 20 % over a long text.
+are fp32 whatever the type of the weights: a bf16 state loses 2 to 20 % over a long text.
 """
 
 from __future__ import annotations
