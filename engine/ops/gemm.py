@@ -184,8 +184,8 @@ def linear_best(
 
     Returns:
         int64 [rows, parts], parts of PART rows of weight, as from `best_of`. If the best logit is
-        not finite, the id is arbitrary. Sums are float32, in an order that depends only on the
-        number of inputs; for a weight of more than `IN_ONE_PART` rows it is that of `linear_map`
+        not finite, the id is arbitrary. Sums are float32, in an order that depends on nothing
+        but the inputs; for a weight of more than `IN_ONE_PART` rows it is that of `linear_map`
         with `fixed_order`.
 
     Raises:

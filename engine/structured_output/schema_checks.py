@@ -98,7 +98,7 @@ def _double(key: str, value: int, towards: float) -> int:
     try:
         nearest = float(value)
     except OverflowError as error:
-        raise ValueError(f"{key}: the integer is too large to be used") from error
+        raise ValueError(f"{key}: an integer of this size cannot be used") from error
     if (towards < 0 and nearest > value) or (towards > 0 and nearest < value):
         nearest = math.nextafter(nearest, towards)
     return int(nearest) if math.isfinite(nearest) else value
