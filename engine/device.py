@@ -77,7 +77,7 @@ def resolve_device(name: str, rank: int | None = None) -> torch.device:
         who = "" if rank is None else f" for engine {rank} of several"
         raise DeviceError(f"device {name!r} cannot be used{who}: {problem}", param="device")
     if torch.cuda.is_available() or _DRIVER_GPUS.is_dir():
-        log.warning("running on the CPU although the machine has a GPU: %s", problem)
+        log.warning("running on the CPU although a GPU is there: %s", problem)
     return torch.device("cpu")
 
 

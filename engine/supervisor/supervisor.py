@@ -130,7 +130,7 @@ class Supervisor:
             self._over.put_nowait(reason)
         else:
             who = self._name(engine.rank)
-            log.error("error: %s%s; the other engines go on without it", who, reason.message)
+            log.error("error: %s%s; the others go on without it", who, reason.message)
             self._tell_serving()
 
     def _is_over(self) -> bool:
@@ -202,7 +202,7 @@ class Supervisor:
             return False
         seconds = self._restarts[rank].room_in(time.monotonic())
         log.error(
-            "error: %s%s; the other engines go on, and the next try is in %.0f s",
+            "error: %s%s; the others go on, and it is tried again in %.0f s",
             self._name(rank),
             spent.message,
             seconds,
@@ -336,8 +336,8 @@ class Supervisor:
         others = self._serving() if config is self._config else []
         if others and engine.info.fingerprint != others[0].info.fingerprint:
             raise CheckpointError(
-                f"{config.model} has changed: other engines serve another version of it; "
-                "use a reload to load it in all engines"
+                f"{config.model} is another model now than the one that other engines serve; "
+                "a reload loads it in all engines"
             )
 
     def _install(self, engines: list[EngineProcess]) -> None:

@@ -144,12 +144,12 @@ def select_backend(
     if not deterministic and _would_gain_by_a_copy(model, device):
         needed, free = bytes_of_copy(model), available_memory(device) - reserve
         if 2 * needed <= free:
-            log.info("making a copy of the 8-bit weights in 16 bits: %d MB", needed // 10**6)
+            log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
             few = PersistentDecode(model, LmHead.of(model))
             return HopperBackend(widened(model), few=few, tuning=tuning)
         log.warning(
-            "not making a copy of the 8-bit weights in 16 bits: it takes %d MB, and twice as much "
-            "must be free (%d MB are); prompts and batches of more than %d sequences will be slow",
+            "no copy of the 8-bit weights in 16 bits, which takes %d MB and needs twice as much free "
+            "(%d MB are): prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
     return _eager(model, deterministic, tuning)

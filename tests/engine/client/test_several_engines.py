@@ -100,7 +100,7 @@ async def test_the_others_go_on_when_one_dies(
         assert all(wait[0] == 0 for wait in waits)
         assert 6 < waits[0][1] <= 7  # as long as a load took
         assert 590 < waits[-1][1] <= 607  # when its time has room, and then
-        assert "the next try is in 600 s" in caplog.text
+        assert "it is tried again in 600 s" in caplog.text
         FakeProcess.all[0].die("killed too")
         await settle()
         assert [one.current for one in told(api)] == [True, True]
@@ -195,7 +195,7 @@ async def test_another_model_does_not_join_those_that_serve(
         await engines.load(2)
         assert FakeProcess.all[2].closed
         assert served(told(api)) == [[1, 2], [0, 2]]
-        assert "engine 0 of 2: " in caplog.text and "another version of it" in caplog.text
+        assert "engine 0 of 2: " in caplog.text and "is another model now" in caplog.text
         reload = asyncio.create_task(engines.supervisor.reload(None))
         await until(lambda: len(FakeProcess.all) == 5)
         for number in (3, 4):

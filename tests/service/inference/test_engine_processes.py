@@ -77,7 +77,7 @@ def test_the_last_one_is_the_end(tmp_path: Path) -> None:
     with two_engines(tmp_path, engine_restarts=0, admin_key=KEY) as (process, client):
         first, second = engine_processes(process)
         os.kill(first, signal.SIGKILL)
-        process.said("error: engine . of 2: .*SIGKILL.*; the other engines go on without it")
+        process.said("error: engine . of 2: .*SIGKILL.*; the others go on without it")
         until(lambda: serving(client) == 1)
         for _ in range(MANY):
             assert client.post("/v1/generate", json=SHORT).status_code == 200
