@@ -148,8 +148,8 @@ def select_backend(
             few = PersistentDecode(model, LmHead.of(model))
             return HopperBackend(widened(model), few=few, tuning=tuning)
         log.warning(
-            "no copy of the 8-bit weights in 16 bits, which takes %d MB and needs twice as much free "
-            "(%d MB are): prompts and batches of more than %d sequences will be slow",
+            "no copy of the 8-bit weights in 16 bits, which takes %d MB and needs twice as much "
+            "free (%d MB are): prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
     return _eager(model, deterministic, tuning)
