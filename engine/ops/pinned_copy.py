@@ -2,7 +2,7 @@
 
 A copy by the copy engine between two kernels keeps the multiprocessors waiting before and after it,
 up to 13 us longer than a kernel that accesses pinned memory directly. (Measured with a few thousand
-words on an H100; engine/NOTES.md, "Rounds of several steps".)
+words on an H100; csrc/sampling/README.md, "pinned_copy".)
 """
 
 import torch

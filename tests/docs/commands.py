@@ -27,24 +27,28 @@ class Rule(NamedTuple):
 
 GPU = "its figures are a GPU's; on a CPU it takes hours or refuses"
 DOCKER = "needs Docker; the image itself: docker/verify/run, the file: tests/docker"
+SERVES = "it serves until it is told to stop"
 RULES = (
     Rule(
         "curl --unix-socket", "apart", "tests/service/server/test_unix_socket.py ask servers there"
     ),
     Rule("curl -s", "run"),
     Rule("KEY=$(", "run"),
+    Rule("KEYS=$(", "run"),
     Rule("ADMIN_KEY=$(", "run"),
     Rule("mkdir -p docker/secrets", "run"),
     Rule("echo ", "run"),
-    Rule("openssl rand", "run"),
+    Rule("openssl ", "run"),
     Rule("chmod ", "run"),
-    Rule('minserve generate "ROMEO:"', "whole"),
+    Rule("minserve generate", "whole"),
     Rule("minserve score FILE", "whole"),
+    Rule("minserve convert tiny-model", "whole"),
+    Rule("minserve train --data tinyshakespeare.txt --out tiny-model", "whole"),
+    Rule("minserve convert", "options", "needs weights of another project"),
+    Rule("minserve bench --rate", "run"),
     Rule("minserve serve --help", "run"),
     Rule("python docker/grafana/dashboard.py", "run"),
-    Rule("minserve serve --api-keys-file", "options", "it serves until it is told to stop"),
-    Rule("minserve serve --engines", "options", "it serves until it is told to stop"),
-    Rule("minserve serve --uds", "options", "it serves until it is told to stop"),
+    Rule("minserve serve", "options", SERVES),
     Rule("minserve train", "options", "5,000 steps take hours on a CPU"),
     Rule("python -m loadtest.kernels", "options", GPU),
     Rule("python -m loadtest.layers", "options", GPU),
@@ -62,6 +66,10 @@ RULES = (
     Rule("python -m loadtest.watched", "apart", ".ci/full runs it by itself"),
     Rule("docker/verify/run", "apart", ".ci/full runs it by itself, with its options"),
     Rule("pip install", "apart", ".ci/run installs a clean checkout in an environment of its own"),
+    Rule("MINSERVE_DELAYS=ON", "apart", "builds CUDA kernels for race tests on a GPU"),
+    Rule("pytest -q tests/csrc", "apart", ".ci/run runs these tests with all others"),
+    Rule("pytest -q -m gpu", "apart", "needs a GPU"),
+    Rule("compute-sanitizer", "apart", "needs a GPU and the CUDA toolkit"),
     Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is, not optimised"),
     Rule("docker ", "apart", DOCKER),
     Rule("MINSERVE_MODEL=/models/my-model docker ", "apart", DOCKER),

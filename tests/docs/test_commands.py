@@ -67,7 +67,7 @@ def test_what_is_quick_runs(page: str, url: str, folder: Path) -> None:
         where = f"{page}:{block.line}"
         if block.language == "python":
             program = block.text.replace(ADDRESS, url)
-            assert program != block.text, f"{where} does not name {ADDRESS}"
+            assert "127.0.0.1" not in program.replace(url, ""), f"{where} asks another server"
             (folder / "example.py").write_text(program, encoding="utf-8")
             assert run("python example.py", folder, url, 60).strip(), where
             continue
