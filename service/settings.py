@@ -1,6 +1,9 @@
-"""Settings: the only reader of environment variables (MINSERVE_PORT, MINSERVE_MODEL, ...).
+"""The server's settings, read from MINSERVE_* environment variables and from options.
 
-`minserve serve` sets the same fields from its options, which win over the environment.
+This is the only module that reads MINSERVE_* variables of the service. `minserve serve` sets the
+same fields from its options, which win over the environment. The description of each setting is
+in `service.terminal.options` or, for settings without an option, in
+`service.terminal.settings_table`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from engine.config import MOST_ENGINES, EngineConfig, StateSync
 
 PREFIX = "MINSERVE_"
-# Variables of this prefix that are read by others: the kernels, builds, docker/compose.yaml.
+# MINSERVE_ variables that other code reads: the kernels, builds and docker/compose.yaml.
 OF_OTHERS = frozenset(
     {"CPU_ISA", "CUDA", "CUDA_ARCHS", "CUDA_OPTIMIZE", "CPUS", "DELAYS", "MEMORY", "PUBLISH"}
 )
@@ -38,127 +41,134 @@ def _check_origin(value: str) -> str:
     if not re.fullmatch(r"\*|https?://[^\sA-Z/?#@,]+", value):
         raise ValueError(
             "allowed: *, or an origin as browsers send it: https://HOST or https://HOST:PORT in "
-            "lower case, without a slash or a path at its end"
+            "lower case, without a path and without a slash at its end"
         )
     return value
 
 
-Origin = Annotated[str, AfterValidator(_check_origin)]  # * stands for all of them
+Origin = Annotated[str, AfterValidator(_check_origin)]  # * allows every origin
 
 
 def _split(value: Any) -> Any:
-    """An environment variable holds several values separated by commas."""
+    """Split the value of an environment variable at its commas; return other values unchanged."""
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-MOST_GRAMMAR_BYTES = 2**20  # that the engine takes
-# Whose x-forwarded-proto and x-forwarded-for are believed; the variable is uvicorn's.
+MOST_GRAMMAR_BYTES = 2**20  # the engine's own limit
+# Addresses of the proxies whose x-forwarded-proto and x-forwarded-for headers are trusted.
+# FORWARDED_ALLOW_IPS is uvicorn's variable.
 TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
 
 AccessLogFormat = Literal["json", "text", "off"]
 
 
 class Settings(BaseSettings):
-    """How one server runs. Raises pydantic.ValidationError for values that are out of range."""
+    """The settings of one server, immutable.
+
+    Raises pydantic.ValidationError for unknown settings and for values that are out of range.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="forbid", allow_inf_nan=False, frozen=True
     )
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free one
-    uds: Path | None = None  # a unix socket in the place of these
+    port: int = Field(default=8000, ge=0, le=65535)  # 0 = any free port
+    uds: Path | None = None  # a Unix socket to listen on instead of host and port
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "info"
 
     access_log: AccessLogFormat = "off"  # one line per request on stdout
 
-    # Spans for OpenTelemetry, as the OTEL_* variables say (they are read by its SDK).
+    # OpenTelemetry spans. The SDK reads the OTEL_* variables.
     traces: Literal["otlp", "off"] = "off"
 
-    # Who may ask. Keys are never options: the arguments of a process can be read by others.
-    api_keys: SecretStr | None = None  # name:key, several separated by commas
-    api_keys_file: Path | None = None  # name:key or name key, one per line
+    # Keys. They are never options, because other users can read the arguments of a process.
+    api_keys: SecretStr | None = None  # name:key, separated by commas
+    api_keys_file: Path | None = None  # one name:key or name key per line
     admin_key: SecretStr | None = None
     admin_key_file: Path | None = None
-    metrics_access: Literal["open", "key", "admin"] = "open"  # whose key /metrics asks for
+    metrics_access: Literal["open", "key", "admin"] = "open"  # the key that opens /metrics
 
-    # Each engine (engine.config.EngineConfig checks the values).
+    # Each engine. engine.config.EngineConfig checks the values.
     model: str = "shakespeare-mingru"
-    model_name: str | None = None  # what clients call the model; None = the checkpoint's name
+    model_name: str | None = None  # the name in requests and answers; None = the checkpoint's name
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
     max_slots: int = 256
     max_step_tokens: int | None = None
-    max_waiting: int = 4096  # requests
-    max_waiting_tokens: int = 2**26  # of their prompts
-    share_slots: int = 64  # states on the device beside those of sequences
-    host_state_bytes: int | None = None  # of states in main memory
+    max_waiting: int = 4096  # requests in the queue
+    max_waiting_tokens: int = 2**26  # prompt tokens of the requests in the queue
+    share_slots: int = 64  # cached and kept states on the device, beside those of sequences
+    host_state_bytes: int | None = None  # cached and kept states in main memory
     state_folder: Path | None = None  # where kept states survive a restart
-    state_sync: StateSync = "write"  # what an answer waits for: the file, or the disk itself
-    disk_state_bytes: int = 2**36  # of states there
-    disk_cache_bytes: int = 0  # of cached states there; 0 = none
-    state_ttl: float = 86400.0  # seconds after its last use that a state is kept, unless asked for
-    max_states: int = 2**17  # kept for one key
+    state_sync: StateSync = "write"  # whether an answer waits for the file or for the disk itself
+    disk_state_bytes: int = 2**36  # kept states in the state folder
+    disk_cache_bytes: int = 0  # cached states in the state folder; 0 = none
+    state_ttl: float = 86400.0  # seconds after its last use; a request may name its own
+    max_states: int = 2**17  # kept states per key name
     threads: int | None = None
     cuda_graphs: bool = True
     deterministic: bool = False
     tuning_cache: str = "auto"  # or "off", or a folder
 
-    # The processes (times in seconds).
-    engines: int = Field(default=1, ge=1, le=MOST_ENGINES)  # each on a GPU of its own
-    api_workers: int = Field(default=1, ge=1, le=256)  # that share the port
-    engine_restarts: int = Field(default=3, ge=0)  # of an engine that died, within the window
+    # Processes. Times are seconds.
+    engines: int = Field(default=1, ge=1, le=MOST_ENGINES)  # each on its own GPU
+    api_workers: int = Field(default=1, ge=1, le=256)  # API processes that share the port
+    engine_restarts: int = Field(default=3, ge=0)  # of a crashed engine, within restart_window
     restart_window: PositiveFloat = 600.0
-    hang_timeout: float = Field(default=120.0, ge=0)  # without a sign of the engine; 0 = for ever
+    hang_timeout: float = Field(default=120.0, ge=0)  # until a silent process is killed; 0 = never
 
-    # The connection.
+    # Connections.
     tls_certificate: Path | None = None  # PEM, with the chain; None = plain HTTP
-    tls_key: Path | None = None  # PEM; None = it is in the certificate's file
+    tls_key: Path | None = None  # PEM; None = the key is in the certificate's file
     playground: bool = True  # the page at /
     cors_origin: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] = ()
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20
-    max_text_bytes: PositiveInt = 2**30  # of a text that is read into a state while it comes
+    max_text_bytes: PositiveInt = 2**30  # the body of POST /v1/states/text
     max_prompts: PositiveInt = 1024  # prompts, texts or continuations
     max_n: PositiveInt = 128  # samples of one prompt
-    max_prompt_tokens: PositiveInt = 2**24  # of all prompts, once per sample and continuation
+    max_prompt_tokens: PositiveInt = 2**24  # all prompts, counted once per sample or continuation
     max_tokens: PositiveInt = 1_000_000  # generated for one prompt
-    max_logprobs: int = Field(default=20, ge=0)
-    max_reports: PositiveInt = 2**20  # log-probabilities that one answer may hold
-    max_unread: PositiveInt = 2**18  # tokens and alternatives that a stream's reader is behind by
+    max_logprobs: int = Field(default=20, ge=0)  # alternatives per token
+    max_reports: PositiveInt = 2**20  # log-probabilities in one answer
+    max_unread: PositiveInt = 2**18  # tokens and alternatives that wait for a stream's reader
     max_stop: PositiveInt = 16  # stop strings of one prompt
     max_stop_length: PositiveInt = 1024  # characters
-    max_stop_token_ids: PositiveInt = 128
+    max_stop_token_ids: PositiveInt = 128  # of one prompt
     max_logit_bias: PositiveInt = 1024  # entries
-    # Of one schema, expression or grammar.
+    # The size of one schema, regular expression or grammar.
     max_grammar_bytes: int = Field(default=2**16, ge=1, le=MOST_GRAMMAR_BYTES)
     max_grammars: PositiveInt = 64  # different ones in one request
     grammar_timeout: PositiveFloat = 1.0  # seconds of processor time to compile one
 
-    stream_interval: int = Field(default=1, ge=1, le=1024)  # tokens of an event, unless asked for
+    stream_interval: int = Field(default=1, ge=1, le=1024)  # tokens per event, unless asked for
 
-    # Times, in seconds.
+    # Timeouts, in seconds.
     load_timeout: PositiveFloat = 600.0
-    request_timeout: PositiveFloat = 600.0  # where the request names none; or the next one, if less
+    # For requests that name no timeout; max_request_timeout counts where it is less.
+    request_timeout: PositiveFloat = 600.0
     max_request_timeout: PositiveFloat = Field(default=3600.0, validate_default=True)
-    drain_timeout: float = Field(default=30.0, ge=0)  # for what is in flight at shutdown
-    receive_timeout: PositiveFloat = 60.0  # for a request's head, and then for its body
-    keep_alive_timeout: PositiveFloat = 75.0  # an idle connection; more than any proxy's own
-    stall_timeout: PositiveFloat = 60.0  # a client that reads nothing of its answer so long
-    ping_timeout: PositiveFloat = 10.0  # /health: how long the engine may take to answer
+    drain_timeout: float = Field(default=30.0, ge=0)  # for requests in flight at shutdown
+    receive_timeout: PositiveFloat = 60.0  # for a request's head, and again for its body
+    keep_alive_timeout: PositiveFloat = 75.0  # of an idle connection; longer than a proxy's own
+    stall_timeout: PositiveFloat = 60.0  # until a client that reads nothing is disconnected
+    ping_timeout: PositiveFloat = 10.0  # for the engine's answer to /health
 
     @field_validator("max_request_timeout")
     @classmethod
     def _allows_the_usual(cls, most: float, info: ValidationInfo) -> float:
         usual = info.data.get("request_timeout")
         if usual is not None and most < usual != cls.model_fields["request_timeout"].default:
-            raise ValueError(f"less than --request-timeout (MINSERVE_REQUEST_TIMEOUT), {usual:g}")
+            raise ValueError(
+                f"allowed: at least --request-timeout (MINSERVE_REQUEST_TIMEOUT), {usual:g}"
+            )
         return most
 
     def to_json(self) -> bytes:
-        """All of it, secrets too, for another process of this server."""
+        """Return the settings as JSON, secrets included, for another process of this server."""
         values = self.model_dump(mode="json")
         for name, value in self:
             if isinstance(value, SecretStr):
@@ -167,11 +177,11 @@ class Settings(BaseSettings):
 
     @classmethod
     def from_json(cls, raw: bytes) -> Settings:
-        """What `to_json` gave; the environment has no part in it."""
+        """Return the settings that `to_json` wrote, whatever the environment says."""
         return cls(**json.loads(raw))
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part. Raises ConfigError."""
+        """Return the settings of the engine. Raises ConfigError for values it does not allow."""
         return EngineConfig(
             model=self.model,
             device=self.device,
@@ -198,8 +208,11 @@ class Settings(BaseSettings):
 
 
 def unknown_variables(names: Iterable[str] | None = None) -> dict[str, str | None]:
-    """Of these variables, by default the environment's, those that have the prefix and that nobody
-    reads, each with the one that was probably meant."""
+    """Return the MINSERVE_ variables that nothing reads, each with the likely intended name.
+
+    `names`: the variables to look at; default: those of the environment. The intended name is None
+    where no known variable is similar.
+    """
     known = [PREFIX + name.upper() for name in Settings.model_fields]
     others = {PREFIX + name for name in OF_OTHERS}
     found: dict[str, str | None] = {}

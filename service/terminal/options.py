@@ -1,4 +1,8 @@
-"""The commands' options: their types and what `--help` says of them."""
+"""Types and help texts of the options of every `minserve` command.
+
+A default in brackets at the end of a help text of `serve` also fills the settings table
+(`service.terminal.settings_table`), where the setting itself has no default to show.
+"""
 
 from __future__ import annotations
 
@@ -19,210 +23,331 @@ def _print_version(wanted: bool) -> None:
         raise Exit()
 
 
-# Each value of a repeatable option; of itself the library would show the list's type.
+# The placeholder of a repeatable option's value; typer would show the list's type instead.
 TEXT, NUMBER = "<str>", "<int>"
 
 # Without a command
 Version = Annotated[
-    bool, Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
 ]
 
-# Of several commands
-Model = Annotated[str, Option(help="A bundled name, a folder or a Hugging Face repo id.")]
-Device = Annotated[str, Option(help='"auto", "cpu", "cuda" or "cuda:N".')]
+# Options of several commands
+Model = Annotated[
+    str, Option(help="The model: a bundled name, a folder or a Hugging Face repo id.")
+]
+Device = Annotated[str, Option(help="Where to compute: auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str,
     Option(
-        help='"float32", "bfloat16", "float16"; "auto": as stored, '
-        "or float32 on a CPU without AVX-512 BF16."
+        help="What to compute in: float32, bfloat16, float16, or auto: as stored, but float32 on a "
+        "CPU without AVX-512 BF16."
     ),
 ]
-Quantize = Annotated[str, Option(help='Of the weights, at load: "none", "int8" or "fp8".')]
-Deterministic = Annotated[
-    bool, Option("--deterministic", help="The same bits whatever else is read beside a text.")
+Quantize = Annotated[
+    str, Option(help="Quantise the weights at load: int8 or fp8; none = use them as stored.")
 ]
-Threads = Annotated[int | None, Option(help="CPU threads; default: as many as may be used.")]
+Deterministic = Annotated[
+    bool,
+    Option("--deterministic", help="Compute the same bits however the text is batched and cut up."),
+]
+Threads = Annotated[int | None, Option(help="CPU threads; default: all that the process may use.")]
 
 # serve: None leaves a setting to its environment variable or its default
-Host = Annotated[str | None, Option(help="Address to listen at [127.0.0.1].")]
-Port = Annotated[int | None, Option(help="0 = any free one [8000].")]
+Host = Annotated[str | None, Option(help="Address to listen on [127.0.0.1].")]
+Port = Annotated[int | None, Option(help="Port to listen on; 0 = any free port [8000].")]
 Uds = Annotated[
-    Path | None, Option(help="A unix socket to listen at, in place of host and port [none].")
+    Path | None,
+    Option(help="Path of a Unix socket to listen on instead of a host and port [none]."),
 ]
 ServedModel = Annotated[
-    str | None, Option(help="A bundled name, a folder or a hub repo id [shakespeare-mingru].")
+    str | None,
+    Option(
+        help="Model to serve: a bundled name, a folder or a Hugging Face repo id "
+        "[shakespeare-mingru]."
+    ),
 ]
-ModelName = Annotated[str | None, Option(help="What clients call the model [its own name].")]
-ServedDevice = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N [auto].")]
-ServedDtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16 [auto].")]
+ModelName = Annotated[
+    str | None, Option(help="Model name in requests and answers [the checkpoint's own name].")
+]
+ServedDevice = Annotated[
+    str | None, Option(help="Device to compute on: auto, cpu, cuda or cuda:N [auto].")
+]
+ServedDtype = Annotated[
+    str | None,
+    Option(
+        help="Data type to compute in: float32, bfloat16, float16, or auto: as stored, but float32 "
+        "on a CPU without AVX-512 BF16 [auto]."
+    ),
+]
 ServedQuantize = Annotated[
-    str | None, Option(help="Weights in 8 bits: none (as stored), int8 or fp8 [none].")
+    str | None,
+    Option(help="Quantise the weights at load: int8 or fp8; none = use them as stored [none]."),
 ]
-MaxSlots = Annotated[int | None, Option(help="Sequences that run at once [256].")]
-MaxWaiting = Annotated[int | None, Option(help="Requests in the queue [4096].")]
-MaxWaitingTokens = Annotated[int | None, Option(help="Prompt tokens in the queue [2**26].")]
+MaxSlots = Annotated[
+    int | None, Option(help="Sequences that run at once; the others wait in the queue [256].")
+]
+MaxWaiting = Annotated[
+    int | None, Option(help="Most requests in the queue; more are answered with 429 [4096].")
+]
+MaxWaitingTokens = Annotated[
+    int | None, Option(help="Most prompt tokens in the queue; more are answered with 429 [2**26].")
+]
 MaxStepTokens = Annotated[
-    int | None, Option(help="Prompt tokens read in one step [128; on a GPU 8192].")
+    int | None, Option(help="Most prompt tokens read in one step [128; on a GPU 8192].")
 ]
 ShareSlots = Annotated[
-    int | None, Option(help="Cached and kept states that lie on the device [64].")
+    int | None,
+    Option(help="Cached and kept states in device memory, beside those of running sequences [64]."),
 ]
 HostStateBytes = Annotated[
-    int | None, Option(help="Of states in main memory [a quarter of what is free, up to 2**32].")
+    int | None,
+    Option(
+        help="Main memory for cached and kept states, in bytes [a quarter of what is free, up to "
+        "2**32]."
+    ),
 ]
 StateFolder = Annotated[
-    Path | None, Option(help="Where kept states and sessions survive a restart [nowhere].")
+    Path | None,
+    Option(help="Folder where kept states and sessions survive a restart [memory only]."),
 ]
 StateSync = Annotated[
     str | None,
     Option(
-        help="When a state is stored there, for which its answer waits: write (a restart finds "
-        "it) or fsync (after a loss of power, too) [write]."
+        help="What an answer waits for when a state is stored in the state folder: write (the file "
+        "survives a restart) or fsync (and a power failure) [write]."
     ),
 ]
-DiskStateBytes = Annotated[int | None, Option(help="Of states in that folder [2**36].")]
+DiskStateBytes = Annotated[
+    int | None, Option(help="Most bytes of kept states in the state folder [2**36].")
+]
 DiskCacheBytes = Annotated[
-    int | None, Option(help="Of cached prompts and answers there [0: none].")
+    int | None,
+    Option(help="Most bytes of cached states in the state folder; 0 = none are stored there [0]."),
 ]
 StateTtl = Annotated[
-    float | None, Option(help="Seconds after its last use that a state is kept [86400].")
+    float | None,
+    Option(help="Seconds that a state is kept after its last use, if a request says none [86400]."),
 ]
-MaxStates = Annotated[int | None, Option(help="Most states kept for one key [2**17].")]
-CudaGraphs = Annotated[bool | None, Option(help="Replay steps and short prompts as graphs [yes].")]
+MaxStates = Annotated[
+    int | None, Option(help="Most states that are kept for one API key name [2**17].")
+]
+CudaGraphs = Annotated[
+    bool | None, Option(help="Run decode steps and short prompts as CUDA graphs [yes].")
+]
 ServedDeterministic = Annotated[
-    bool | None, Option(help="A text's logits do not depend on its company, bit for bit [no].")
+    bool | None,
+    Option(help="Make logits independent of the batch and of prompt chunking, bit for bit [no]."),
 ]
 TuningCache = Annotated[
     str | None,
     Option(
-        help="Where the kernels that were the quickest on a GPU are kept for the next start: auto "
-        "(~/.cache/minserve), off, or a folder [auto]."
+        help="Where GPU autotuning results are kept for the next start: auto (~/.cache/minserve), "
+        "off, or a folder [auto]."
     ),
 ]
-MaxTokens = Annotated[int | None, Option(help="Most that one prompt may generate [1000000].")]
-MaxPrompts = Annotated[int | None, Option(help="Most prompts of one request [1024].")]
-MaxBodyBytes = Annotated[int | None, Option(help="Of the largest request, in bytes [2**24].")]
+MaxTokens = Annotated[
+    int | None, Option(help="Most tokens that one prompt may generate [1000000].")
+]
+MaxPrompts = Annotated[
+    int | None, Option(help="Most prompts, texts or continuations of one request [1024].")
+]
+MaxBodyBytes = Annotated[int | None, Option(help="Largest request body, in bytes [2**24].")]
 StreamInterval = Annotated[
-    int | None, Option(help="Tokens of one event of a stream, if a request names none [1].")
+    int | None, Option(help="Tokens per event of a stream, if a request names no number [1].")
 ]
 LoadTimeout = Annotated[float | None, Option(help="Seconds for the model to load [600].")]
-RequestTimeout = Annotated[float | None, Option(help="Seconds, if a request names none [600].")]
-MaxRequestTimeout = Annotated[float | None, Option(help="Most that a request may name [3600].")]
+RequestTimeout = Annotated[
+    float | None,
+    Option(
+        help="Seconds that a request may take, if it names no timeout; at most "
+        "--max-request-timeout [600]."
+    ),
+]
+MaxRequestTimeout = Annotated[
+    float | None, Option(help="Most seconds that a request may name as its timeout [3600].")
+]
 DrainTimeout = Annotated[
-    float | None, Option(help="Seconds for what is in flight at shutdown [30].")
+    float | None, Option(help="Seconds for requests in flight to finish at shutdown [30].")
 ]
 KeepAliveTimeout = Annotated[
     float | None,
-    Option(help="Seconds that idle connections stay open; more than a proxy's in front [75]."),
+    Option(
+        help="Seconds that an idle connection stays open; set it above the idle timeout of a proxy "
+        "in front [75]."
+    ),
 ]
 Engines = Annotated[
     int | None,
     Option(
-        help="Engines that serve as one, each on a GPU of its own, with as much of everything as "
-        "the other options say [1]."
+        help="Engines behind this server, each on its own GPU; limits of slots, queue and memory "
+        "hold for each of them [1]."
     ),
 ]
 ApiWorkers = Annotated[
-    int | None, Option(help="Processes that share the port, in front of the engines [1].")
+    int | None, Option(help="API processes that share the port, in front of the engines [1].")
 ]
 EngineRestarts = Annotated[
     int | None,
-    Option(help="How often an engine that died is started again in 10 minutes; 0 = never [3]."),
+    Option(
+        help="Most restarts of a crashed engine within MINSERVE_RESTART_WINDOW seconds; 0 = never "
+        "restart [3]."
+    ),
 ]
 HangTimeout = Annotated[
     float | None,
-    Option(help="Seconds after which a process that does not answer is killed; 0 = never [120]."),
+    Option(
+        help="Seconds after which an engine or API process that does not answer is killed; 0 = "
+        "never [120]."
+    ),
 ]
-LogLevel = Annotated[str | None, Option(help="debug, info, warning, error or critical [info].")]
+LogLevel = Annotated[
+    str | None,
+    Option(help="Least severe messages to log: debug, info, warning, error or critical [info]."),
+]
 
 AccessLog = Annotated[
-    str | None, Option(help="A line per request on stdout, without texts: json, text, off [off].")
+    str | None,
+    Option(help="One line per request on stdout, without its texts: json, text or off [off]."),
 ]
 Traces = Annotated[
     str | None,
-    Option(help="Spans for OpenTelemetry, to where OTEL_* variables say: otlp, off [off]."),
+    Option(
+        help="Export OpenTelemetry spans: otlp (configured by the OTEL_* variables) or off [off]."
+    ),
 ]
 ApiKeysFile = Annotated[
     Path | None,
-    Option(help="Keys of clients, a name:key [priority=N] per line [anybody may ask]."),
+    Option(
+        help="File of API keys, one per line: name:key, then priority=N if wanted [anybody may "
+        "ask]."
+    ),
 ]
-AdminKeyFile = Annotated[Path | None, Option(help="The key of administration [there is none].")]
+AdminKeyFile = Annotated[
+    Path | None,
+    Option(help="File with the admin key, which opens the /admin endpoints [they are off]."),
+]
 MetricsAccess = Annotated[
-    str | None, Option(help="Who may read /metrics: open, key (any) or admin [open].")
+    str | None,
+    Option(help="Who may read /metrics: open (anybody), key (any API key) or admin [open]."),
 ]
 
 TlsCertificate = Annotated[
-    Path | None, Option(help="PEM file with the chain; serves HTTPS [plain HTTP].")
+    Path | None,
+    Option(help="PEM file with the certificate and its chain; serves HTTPS [plain HTTP]."),
 ]
-TlsKey = Annotated[Path | None, Option(help="PEM file, without passphrase [in the certificate's].")]
-Playground = Annotated[bool | None, Option(help="A page to try the model with, at / [yes].")]
+TlsKey = Annotated[
+    Path | None,
+    Option(help="PEM file with the private key, without passphrase [in the certificate's file]."),
+]
+Playground = Annotated[bool | None, Option(help="Serve the playground page at / [yes].")]
 CorsOrigin = Annotated[
     list[str] | None,
     Option(
-        help="Whose pages in browsers may ask: https://HOST or *; repeatable [nobody's].",
+        help="Origin whose web pages may call the API: https://HOST, https://HOST:PORT or *; "
+        "repeatable [none].",
         metavar=TEXT,
     ),
 ]
 
 # generate
-Temperature = Annotated[float, Option(help="0 = always the most likely token.")]
+Temperature = Annotated[
+    float, Option(help="Sampling temperature; 0 = greedy: always the most likely token.")
+]
 OffAtZero = Annotated[float, Option(help="0 = off.")]
 OffAtOne = Annotated[float, Option(help="1 = off.")]
-TopK = Annotated[int, Option(help="0 or -1 = off.")]
-TopP = Annotated[float, Option(help="1 = off; 0 = always the most likely token.")]
-Stop = Annotated[
-    list[str] | None, Option(help="A string that ends the text; repeatable.", metavar=TEXT)
+TopK = Annotated[int, Option(help="Sample from the K most likely tokens; 0 or -1 = off.")]
+TopP = Annotated[
+    float,
+    Option(
+        help="Sample from the most likely tokens whose probabilities add up to P; 1 = off; 0 = "
+        "always the most likely token."
+    ),
 ]
-IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of text.")]
+Stop = Annotated[
+    list[str] | None,
+    Option(help="A string that ends the text and is left out of it; repeatable.", metavar=TEXT),
+]
+IgnoreEos = Annotated[
+    bool, Option("--ignore-eos", help="Go on after the model's end-of-text token.")
+]
 Seed = Annotated[
-    int | None, Option(help="From -2**63 to 2**63 - 1; default: another one each time.")
+    int | None,
+    Option(help="Seed of the sampling, from -2**63 to 2**63 - 1; default: a new one each time."),
 ]
 Echo = Annotated[bool, Option("--echo", help="Write the prompt first.")]
 
 # score
-Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, Option("--json", help="Print the figures as one JSON object.")]
 
 # train
-Data = Annotated[Path, Option(help="UTF-8 text; its last tenth is the test text.")]
-Out = Annotated[Path, Option(help="Folder of the checkpoint and, until then, of the run's state.")]
-Expansion = Annotated[float, Option(help="Inner width over d-model.")]
-ConvKernel = Annotated[int, Option(help="0 = no convolution.")]
-MlpRatio = Annotated[float, Option(help="MLP width over d-model; 0 = no MLP.")]
-TieEmbeddings = Annotated[bool, Option("--tie-embeddings", help="The head is the embedding.")]
-LearnedInitialState = Annotated[bool, Option("--learned-initial-state", help="h_0 is trained.")]
+Data = Annotated[Path, Option(help="UTF-8 text to train on; its last tenth is the test text.")]
+Out = Annotated[
+    Path, Option(help="Folder for the checkpoint, and for the run's state until it is finished.")
+]
+Expansion = Annotated[
+    float, Option(help="Inner width of the recurrence, as a multiple of d-model.")
+]
+ConvKernel = Annotated[
+    int, Option(help="Taps of the causal convolution before the cell; 0 = no convolution.")
+]
+MlpRatio = Annotated[float, Option(help="MLP width as a multiple of d-model; 0 = no MLP.")]
+TieEmbeddings = Annotated[
+    bool, Option("--tie-embeddings", help="Use the embedding's weights for the head too.")
+]
+LearnedInitialState = Annotated[
+    bool, Option("--learned-initial-state", help="Train the initial state h_0; else it is 0.")
+]
 Batch = Annotated[int, Option(help="Windows per step.")]
 Window = Annotated[int, Option(help="Tokens per window.")]
 Warmup = Annotated[int, Option(help="Steps in which the learning rate rises from 0.")]
-FinalLearningRate = Annotated[float, Option(help="Where the cosine ends.")]
-WeightDecay = Annotated[float, Option(help="Of matrices.")]
-Clip = Annotated[float, Option(help="Of the gradient's norm; 0 = off.")]
-Ema = Annotated[float, Option(help="Decay of averaged weights, which are then kept; 0 = off.")]
-EverySteps = Annotated[int, Option(help="Steps.")]
-WrittenDtype = Annotated[DtypeName, Option(help="Of the written weights.")]
-TrainingTokenizer = Annotated[
-    Path | None, Option(help="A tokenizer.json; without it, a token is a byte.")
+FinalLearningRate = Annotated[float, Option(help="Learning rate at the end of the cosine.")]
+WeightDecay = Annotated[float, Option(help="Weight decay of the matrices.")]
+Clip = Annotated[float, Option(help="Largest norm of the gradient; 0 = no clipping.")]
+Ema = Annotated[
+    float,
+    Option(help="Decay of an average of the weights, which is then what is kept; 0 = off."),
 ]
-EndOfText = Annotated[str, Option(help="The tokenizer's end-of-text token, if it has it.")]
-SamplePrompt = Annotated[str, Option(help="Of the sample in the README [a newline].")]
+EverySteps = Annotated[int, Option(help="Interval in steps.")]
+WrittenDtype = Annotated[DtypeName, Option(help="Data type of the written weights.")]
+TrainingTokenizer = Annotated[
+    Path | None, Option(help="A tokenizer.json; without one, every byte is a token.")
+]
+EndOfText = Annotated[
+    str, Option(help="The end-of-text token; without effect if the tokenizer does not have it.")
+]
+SamplePrompt = Annotated[
+    str, Option(help="Prompt of the sample text in the checkpoint's README [a newline].")
+]
 Compile = Annotated[bool, Option("--compile", help="Use torch.compile.")]
-Resume = Annotated[bool, Option("--resume", help="Go on with the run in --out.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out.")]
 
 # convert
-NormalizeGates = Annotated[bool | None, Option(help="Of a minLSTM: weights do not show it.")]
-NormEps = Annotated[float | None, Option(help="Of the norms [what the project uses].")]
-ConvertedTokenizer = Annotated[Path | None, Option(help="A tokenizer.json to go with it.")]
+NormalizeGates = Annotated[
+    bool | None,
+    Option(help="Whether a minLSTM normalises its gates; the weights do not tell."),
+]
+NormEps = Annotated[float | None, Option(help="Epsilon of the norms [that of the source project].")]
+ConvertedTokenizer = Annotated[
+    Path | None, Option(help="A tokenizer.json to copy into the folder.")
+]
 EosTokenId = Annotated[
     list[int] | None,
-    Option(help="An id that ends a text; repeatable [as the source says].", metavar=NUMBER),
+    Option(help="Token id that ends a text; repeatable [as the source says].", metavar=NUMBER),
 ]
-ConvertedDtype = Annotated[DtypeName | None, Option(help="Of the written weights [as they are].")]
-ConvertedQuantize = Annotated[Quantization | None, Option(help="Write 8-bit weights [no].")]
+ConvertedDtype = Annotated[
+    DtypeName | None, Option(help="Data type of the written weights [as they are].")
+]
+ConvertedQuantize = Annotated[
+    Quantization | None, Option(help="Write weights quantised to 8 bits [no].")
+]
 
 
 def describe(error: Mapping[str, Any], options: Container[str]) -> str:
-    """One of pydantic's error details about a setting, named as an option, if it is one of these,
-    and as a variable."""
+    """Return a message for one of pydantic's error details about a setting.
+
+    It names the setting as its environment variable, and as an option if it is one of `options`.
+    """
     name = str(error["loc"][0])
     where = f"MINSERVE_{name.upper()}"
     if name in options:

@@ -1,7 +1,7 @@
-"""The table of all settings, in Markdown: `python -m service.terminal.settings_table`.
+"""Print the table of all settings in Markdown: `python -m service.terminal.settings_table`.
 
-docker/README.md holds it between two marks; a test holds it against this. What a setting is for
-stands with its option, or here where it has none.
+docker/README.md holds the table, and a test compares the two. The description of a setting is the
+help text of its option; `VARIABLES` describes the settings that have no option.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from pydantic.fields import FieldInfo
 from service.settings import Settings
 from service.terminal.serve import serve
 
-HEAD = ("variable", "option", "default", "allowed", "")
-# Settings that no option sets.
+HEAD = ("variable", "option", "default", "allowed", "description")
+# Descriptions of the settings that have no option.
 VARIABLES = {
-    "api_keys": "Keys of clients, name:key, several separated by commas.",
-    "admin_key": "The key of administration.",
+    "api_keys": "API keys, each name:key, separated by commas.",
+    "admin_key": "The admin key, which opens the /admin endpoints.",
     "restart_window": "Seconds within which engine restarts are counted.",
-    "max_text_bytes": "Largest text that is read into a state while it comes.",
-    "max_n": "Most samples of one prompt.",
-    "max_prompt_tokens": "Most prompt tokens of one request, once per sample and continuation.",
-    "max_logprobs": "Most alternatives per token; those who ask for more than 20 are slower.",
-    "max_reports": "Most log-probabilities that one answer may hold.",
+    "max_text_bytes": "Largest text that POST /v1/states/text reads, in bytes.",
+    "max_n": "Most samples of one prompt (n, best_of).",
+    "max_prompt_tokens": "Most prompt tokens of one request; a prompt counts once for each of its "
+    "samples or continuations.",
+    "max_logprobs": "Most alternatives per token (logprobs, top_logprobs); more than 20 are "
+    "slower.",
+    "max_reports": "Most log-probabilities in one answer.",
     "max_unread": "Most tokens and alternatives that may wait for a slow reader of a stream.",
     "max_stop": "Most stop strings of one prompt.",
-    "max_stop_length": "Characters of a stop string.",
-    "max_stop_token_ids": "Most stop ids of one prompt.",
-    "max_logit_bias": "Most entries.",
-    "max_grammar_bytes": "Largest schema, expression or grammar.",
-    "max_grammars": "Most different ones in one request.",
-    "grammar_timeout": "Seconds of processor time to compile one.",
-    "receive_timeout": "Seconds for a request's head, and then for its body.",
-    "stall_timeout": "Seconds after which a client that reads nothing loses its connection.",
-    "ping_timeout": "Seconds in which the engine has to answer /health.",
+    "max_stop_length": "Longest stop string, in characters.",
+    "max_stop_token_ids": "Most stop token ids of one prompt.",
+    "max_logit_bias": "Most entries of one logit_bias.",
+    "max_grammar_bytes": "Largest schema, regular expression or grammar, in bytes.",
+    "max_grammars": "Most different schemas, expressions and grammars in one request.",
+    "grammar_timeout": "Seconds of processor time to compile one schema, expression or grammar.",
+    "receive_timeout": "Seconds for a request's head to arrive, and again for its body.",
+    "stall_timeout": "Seconds after which a client that reads nothing of its answer is "
+    "disconnected.",
+    "ping_timeout": "Seconds within which the engine has to answer /health.",
 }
 KINDS = {bool: "`true`, `false`", int: "integer", float: "number", str: "text", Path: "path",
          SecretStr: "text"}  # fmt: skip
@@ -48,7 +51,7 @@ BRACKETS = re.compile(r" \[([^\]]*)\]\.$")  # the default, at the end of an opti
 
 
 def option_texts() -> dict[str, str]:
-    """What `minserve serve --help` says, by the setting's name."""
+    """Return the help texts of `minserve serve`'s options, by the name of their setting."""
     hints = get_type_hints(serve, include_extras=True)
     hints.pop("return")
     return {name: hint.__metadata__[0].help for name, hint in hints.items()}
@@ -67,7 +70,7 @@ def _default(field: FieldInfo, text: str) -> str:
 
 
 def _plain(kind: Any) -> Any:
-    """The type without None and annotations."""
+    """Return a type without None and without annotations."""
     if get_origin(kind) is Annotated:
         return _plain(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
@@ -99,7 +102,7 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """A row for each setting, in the order of service/settings.py."""
+    """Return the cells of each setting's row, in the order of service/settings.py."""
     options = option_texts()
     found: list[tuple[str, ...]] = []
     for name, field in Settings.model_fields.items():
@@ -112,7 +115,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def table() -> str:
-    """All rows below a head."""
+    """Return the whole table as Markdown, its head included."""
     lines = [HEAD, ("---",) * len(HEAD), *rows()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 

@@ -274,7 +274,7 @@ def test_a_slip_in_the_name_of_a_variable_is_told() -> None:
 
 @pytest.mark.parametrize("origin", ["https://a.example/", "https://A.example", "a.example", "null"])
 def test_an_origin_is_told_how_it_has_to_be(origin: str) -> None:
-    with pytest.raises(ValidationError, match="without a slash or a path"):
+    with pytest.raises(ValidationError, match="without a path and without a slash"):
         Settings(cors_origin=(origin,))
 
 
@@ -282,5 +282,5 @@ def test_a_time_that_no_request_may_have_is_no_default() -> None:
     assert Settings(request_timeout=7200, max_request_timeout=7200).request_timeout == 7200
     assert Settings(max_request_timeout=10).max_request_timeout == 10
     for given in ({"request_timeout": 7200.0}, {"request_timeout": 20, "max_request_timeout": 10}):
-        with pytest.raises(ValidationError, match="less than --request-timeout"):
+        with pytest.raises(ValidationError, match="at least --request-timeout"):
             Settings(**given)
