@@ -1,1 +1,4 @@
-"""Wire types: what the endpoints accept and answer, as pydantic models."""
+"""Wire types: the requests and answers of the endpoints, as pydantic models.
+
+The docstrings and field descriptions of these models are the API reference at /docs.
+"""

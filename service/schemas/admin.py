@@ -1,4 +1,4 @@
-"""POST /admin/reload."""
+"""Request and answer of POST /admin/reload."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ EXAMPLES: dict[str, Any] = {
 
 
 class ReloadRequest(RequestModel):
-    """An empty object loads the present model again, as its folder is now."""
+    """The model to load; an empty object loads the present one again, as its folder is now."""
 
     model: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
-        default=None, description="a bundled name, a folder or a Hugging Face repo id"
+        default=None,
+        description="A bundled name, a folder or a Hugging Face repo id. Default: the present "
+        "model.",
     )
 
 
 class ReloadResponse(BaseModel):
-    """New requests are answered by this model."""
+    """The model that answers new requests from now on."""
 
-    model: str = Field(description="what requests call it")
-    root: str = Field(description="the checkpoint's own name")
-    fingerprint: str = Field(description="of the weights and the configuration")
-    seconds: float = Field(description="from the request until every process used it")
+    model: str = Field(description="The model's name in requests.")
+    root: str = Field(description="The checkpoint's own name.")
+    fingerprint: str = Field(description="Fingerprint of the weights and the configuration.")
+    seconds: float = Field(description="Seconds from the request until every process used it.")

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions: OpenAI's fields, those without meaning here at their neutral value."""
+"""Request and answer of POST /v1/chat/completions: OpenAI's fields and extensions.
+
+Fields of OpenAI's API that are not supported are accepted at their neutral values only (`_Only`).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError, core_schema, to_json
-from typing_extensions import TypedDict  # pydantic's: typing's serves it from Python 3.12 on
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on only
 
 from service.schemas.common import (
     Many,
@@ -28,7 +31,7 @@ from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
 
 
 class _Only:
-    """Marks a field that is accepted at these values alone."""
+    """Annotation of a field that is accepted at the listed values only."""
 
     def __init__(self, *allowed: Any) -> None:
         self._allowed = allowed
@@ -52,11 +55,12 @@ class _Only:
         )
 
 
-MOST_MESSAGES = 4096  # of one conversation
+MOST_MESSAGES = 4096  # in one conversation
 
 
+# A TypedDict, because half a million parts fit into one body: dicts are cheaper than models.
 class TextPart(TypedDict):
-    """Half a million fit into one body, so none becomes an object of its own."""
+    """A text part of a message's content."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     type: Literal["text"]
@@ -74,13 +78,13 @@ Content = Annotated[
 
 
 class ChatMessage(RequestModel):
-    """A message; an assistant's may be the one that was answered with, as it was."""
+    """A message of the conversation. Assistant messages can be sent back as they were received."""
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Content | None = Field(
         default=None,
-        description="text parts are joined by newlines for a chat template that takes texts; "
-        "null for assistants only",
+        description="A string or text parts. Parts are joined by newlines for a chat template that "
+        "expects strings. null is allowed for assistants only.",
     )
     name: str | None = None
     refusal: Annotated[Any, _Only(None)] = None
@@ -101,31 +105,41 @@ Messages = Annotated[Many[ChatMessage], Field(min_length=1, max_length=MOST_MESS
 
 
 class TemplateFields(RequestModel):
-    """How the chat template makes a text of messages; vLLM's fields."""
+    """How the chat template renders the messages as one text (vLLM's fields)."""
 
     add_generation_prompt: bool | None = Field(
-        default=None, description="the text ends where an answer begins; default true"
+        default=None,
+        description="Whether the rendered text ends where the assistant's answer begins. Default: "
+        "true.",
     )
     continue_final_message: bool | None = Field(
         default=None,
-        description="the text ends with the last message's content, which the model continues; "
-        "needs add_generation_prompt: false. Default false",
+        description="Whether the rendered text ends with the last message's content, which the "
+        "model then continues. Needs add_generation_prompt: false. Default: false.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="further names that the chat template knows, with their values"
+        default=None, description="Further variables for the chat template, with their values."
     )
 
 
 class ChatRequest(TemplateFields, OpenAIRequest):
-    """null means the default, everywhere."""
+    """A conversation to answer, and how to sample the answer. null means a field's default."""
 
     messages: Messages
-    max_completion_tokens: MaxTokens | None = Field(default=None, description="default 1024")
-    max_tokens: MaxTokens | None = Field(
-        default=None, description="the former name of max_completion_tokens"
+    max_completion_tokens: MaxTokens | None = Field(
+        default=None, description="Most tokens to generate. Default: 1024."
     )
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = Field(default=None, description="with logprobs: true only")
+    max_tokens: MaxTokens | None = Field(
+        default=None, description="The former name of max_completion_tokens."
+    )
+    logprobs: bool | None = Field(
+        default=None, description="Whether to return the log-probability of each token."
+    )
+    top_logprobs: TopLogprobs | None = Field(
+        default=None,
+        description="How many of the most likely tokens to return beside each token. Needs "
+        "logprobs: true.",
+    )
     # Without effect
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -151,33 +165,43 @@ class ChatRequest(TemplateFields, OpenAIRequest):
 
 
 class TopLogprob(BaseModel):
+    """A token with its log-probability (natural logarithm) and its bytes."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
+    """A token of the answer with the most likely tokens at its place."""
+
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Natural logarithms."""
+    """Log-probabilities of an answer's tokens, as natural logarithms."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class AnswerMessage(BaseModel):
+    """The assistant's message of a choice."""
+
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
 class ChatChoice(OpenAIChoice):
+    """One sampled answer to the conversation."""
+
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
 class ChatResponse(OpenAIResponse):
+    """The answers to a conversation."""
+
     choices: list[ChatChoice]
     usage: Usage

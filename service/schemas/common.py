@@ -1,4 +1,5 @@
-"""What the requests share: strictness, prompts, sampling parameters and the answers' parts."""
+"""Wire types that several endpoints share: the strict base model, prompts, sampling parameters,
+token usage and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MOST_INTERVAL = 1024
 
 
 class RequestModel(BaseModel):
-    """A request body: no conversions ("5" is no 5, true is no 1), no unknown fields, no NaN."""
+    """Base of request bodies: unknown fields, NaN and values of another JSON type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -44,10 +45,11 @@ class RequestModel(BaseModel):
 
 
 T = TypeVar("T")
-# A list whose validation ends at the first wrong entry: there may be a million of them.
+# A list whose validation stops at the first wrong entry, because it may hold a million entries.
 Many = Annotated[list[T], Field(fail_fast=True)]
 
-# Tags of unions stand in angle brackets: service.http.errors leaves them out of parameter paths.
+# Tags of unions are in angle brackets, so that service.http.errors can omit them from the paths of
+# parameters.
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Many[TokenId], Tag("<ids>")],
@@ -60,14 +62,14 @@ Prompt = Annotated[
 
 
 def _token_key(key: Any) -> Any:
-    """JSON has no integer keys: "17" stands for 17."""
+    """Convert a token id that is a JSON key, and so a string, to an integer."""
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10:
         return int(key)
     return key
 
 
 def _first_wrong_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """As `Many`: validates alone the first entry that may be wrong, so that it alone is told."""
+    """Validate a logit_bias so that only its first wrong entry is reported, as `Many` does."""
     if isinstance(value, dict):
         for key, bias in value.items():
             token = _token_key(key)
@@ -83,12 +85,36 @@ def _first_wrong_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> An
 
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
 MinTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Temperature = Annotated[float, Field(ge=0, le=100, description="0 = greedy")]
-TopK = Annotated[int, Field(ge=-1, le=INT32_MAX, description="0 or -1 = off")]
-TopP = Annotated[float, Field(ge=0, le=1, description="1 = off; 0 takes the best token")]
-MinP = Annotated[float, Field(ge=0, le=1, description="0 = off")]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off")]
-Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off")]
+Temperature = Annotated[
+    float, Field(ge=0, le=100, description="Sampling temperature; 0 = greedy. Default: 1.")
+]
+TopK = Annotated[
+    int,
+    Field(
+        ge=-1,
+        le=INT32_MAX,
+        description="Sample from the K most likely tokens; 0 or -1 = off.",
+    ),
+]
+TopP = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Sample from the most likely tokens whose probabilities add up to P; 1 = off, "
+        "0 = the most likely token only.",
+    ),
+]
+MinP = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="Drop tokens less likely than P times the most likely one; 0 = off.",
+    ),
+]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off.")]
+Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off.")]
 LogitBias = Annotated[
     dict[
         Annotated[int, BeforeValidator(_token_key), Field(ge=0, le=INT32_MAX)],
@@ -97,18 +123,33 @@ LogitBias = Annotated[
     WrapValidator(_first_wrong_entry),
 ]
 Timeout = Annotated[
-    float, Field(gt=0, description="seconds from its arrival; then finish_reason is timeout")
+    float,
+    Field(
+        gt=0,
+        description="Seconds from the request's arrival after which its answer ends, with "
+        "finish_reason timeout.",
+    ),
 ]
 Priority = Annotated[
     int,
     Field(
         ge=LEAST_PRIORITY,
         le=MOST_PRIORITY,
-        description="requests with a lower one are served earlier; default 0. Keys may be limited",
+        description="Requests with a lower value are served earlier. Default: 0. An API key may "
+        "have a lower bound.",
     ),
 ]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, description="null = a random one")]
-TopLogprobs = Annotated[int, Field(ge=0, description="null = none; k = the k best as well")]
+Seed = Annotated[
+    int, Field(ge=-(2**63), lt=2**63, description="Seed of the sampling; null = a random one.")
+]
+TopLogprobs = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="Log-probabilities: null = none; k = of each token and of the k most likely "
+        "tokens at its place.",
+    ),
+]
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     Annotated[StopString, Tag("<string>")] | Annotated[Many[StopString], Tag("<strings>")],
@@ -125,13 +166,13 @@ def _one_or_each(value: Any) -> str:
 
 
 def _one_or_each_list(value: Any) -> str:
-    """For parameters that are lists themselves: a list with a list or null inside is one per
-    prompt."""
+    """Return the tag for a parameter that is itself a list: a list with a list or null inside
+    holds one value per prompt."""
     listed = isinstance(value, list) and any(item is None or type(item) is list for item in value)
     return "<each>" if listed else "<one>"
 
 
-# One value for all prompts, or a list with one per prompt.
+# One value for all prompts, or a list with one value per prompt.
 PerPrompt = Annotated[
     Annotated[T | None, Tag("<one>")] | Annotated[Many[T | None], Tag("<each>")],
     Discriminator(_one_or_each),
@@ -147,8 +188,8 @@ StreamInterval = Annotated[
     Field(
         ge=1,
         le=MOST_INTERVAL,
-        description="with stream: tokens of one event. The first are sent at once, the last with "
-        "the end, and none is held for more than 50 ms. Default: the server's",
+        description="With stream: tokens per event. The first token is sent at once, and no token "
+        "is held back for more than 50 ms. Default: the server's setting.",
     ),
 ]
 
@@ -156,32 +197,46 @@ StreamInterval = Annotated[
 ParseSpecial = Annotated[
     bool,
     Field(
-        description="special tokens that a prompt's text spells out are these tokens, for clients "
-        "that render templates themselves: never where the text holds what others have written, "
-        "who could then end a turn or begin one. Default: they are text",
+        description="Whether special tokens that are spelled out in a prompt's text become these "
+        "tokens, for clients that render templates themselves. Do not use it with text that others "
+        "have written: they could end or begin a turn. Default: false, they are plain text.",
     ),
 ]
 
 
 class StreamOptions(RequestModel):
-    include_usage: bool | None = Field(default=None, description="one last chunk with the usage")
-    continuous_usage_stats: bool | None = Field(default=None, description="usage on every chunk")
-    include_obfuscation: bool | None = Field(default=None, description="has no effect")
+    """What a stream holds beside the text."""
+
+    include_usage: bool | None = Field(
+        default=None, description="Whether a last chunk tells the usage."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Whether every chunk tells the usage."
+    )
+    include_obfuscation: bool | None = Field(default=None, description="Has no effect.")
 
 
 class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="of the prompt's that were known and not read again")
+    """How much of the prompts came from the prefix cache."""
+
+    cached_tokens: int = Field(
+        description="Prompt tokens that were found in the prefix cache and not read again."
+    )
 
 
 class Usage(BaseModel):
-    prompt_tokens: int = Field(description="without those of a state that the request began with")
+    """Tokens that a request read and generated."""
+
+    prompt_tokens: int = Field(
+        description="Tokens of the prompts, without those of a state that the request started from."
+    )
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class Logprobs(BaseModel):
-    """Parallel arrays, one entry per token; natural logarithms."""
+    """Log-probabilities (natural logarithms) as parallel arrays with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -190,6 +245,8 @@ class Logprobs(BaseModel):
 
 
 class ErrorDetail(BaseModel):
+    """An error. `code` is stable and machine-readable; `param` names the wrong parameter."""
+
     message: str
     type: str
     param: str | None
@@ -197,16 +254,19 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error."""
+    """The body of every error answer."""
 
     error: ErrorDetail
 
 
 def statuses(answer: type[BaseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that answers with `answer` or an error, and `streams` if asked."""
+    """Return FastAPI's `responses` of a route that answers with `answer` or an error.
+
+    `streams`: the route also answers with server-sent events.
+    """
     good: dict[str, Any] = {"model": answer}
     if streams:
-        # No type: tools disagree on whether a schema is the whole text's or an event's.
-        events = {"description": "Events whose data are JSON; after the last one, data: [DONE]."}
+        # No type: tools disagree on whether the schema describes the whole text or one event.
+        events = {"description": "Events whose data is JSON; after the last one, data: [DONE]."}
         good["content"] = {"text/event-stream": {"schema": events}}
     return {200: good, "4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}

@@ -1,4 +1,4 @@
-"""POST /v1/completions: OpenAI's fields, and extensions that other servers have too."""
+"""Request and answer of POST /v1/completions: OpenAI's fields and extensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from service.schemas.states import LeftState, ReturnState, SessionId, StateSourc
 
 
 def _one_or_many(value: Any) -> str | None:
-    """A list is one prompt of ids, or many prompts as soon as it holds a string or a list."""
+    """Return the tag of a `prompt`: a list of strings or of lists is several prompts, a list of
+    token ids is one."""
     if isinstance(value, str):
         return "<one>"
     if isinstance(value, list):
@@ -41,45 +42,58 @@ Prompts = Annotated[
 
 
 class CompletionRequest(OpenAIRequest):
-    """null means the default, everywhere. `suffix` is accepted at its neutral value only."""
+    """Prompts to continue, and how to sample the continuations. null means a field's default."""
 
     prompt: Prompts | None = Field(
-        description="null, or an empty text where the tokenizer puts nothing before one, stands "
-        "for the end-of-text token; with state or session_id for nothing"
+        description="One or several prompts, each a string or a list of token ids. null, or an "
+        "empty text if the tokenizer puts no token before a text, stands for the end-of-text "
+        "token; with state or session_id it stands for an empty prompt."
     )
     max_tokens: MaxTokens | None = Field(
-        default=None, description="default 16; 0 reads the prompt only (with echo: scores it)"
+        default=None,
+        description="Most tokens to generate. Default: 16. 0 only reads the prompt; with echo and "
+        "logprobs it scores the prompt.",
     )
     max_completion_tokens: MaxTokens | None = Field(
-        default=None, description="chat's name of max_tokens"
+        default=None, description="Another name of max_tokens, as the chat endpoint has it."
     )
     logprobs: TopLogprobs | None = None
     parse_special: ParseSpecial | None = None
     echo: bool | None = Field(
         default=None,
-        description="the prompt before the answer. With logprobs and max_tokens 1 a token that "
-        "ends the text is reported like any other, so that the arrays end with one drawn token",
+        description="Whether the answer begins with the prompt. With logprobs and max_tokens 1, a "
+        "token that ends the text is reported like any other, so that the arrays always end with "
+        "one sampled token.",
     )
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="draws so many samples (at least n) of each prompt and answers with the n of "
-        "the highest mean log-probability per token; their tokens count in usage. Beyond n not "
-        "with stream",
+        description="Samples to draw of each prompt, at least n. The answer holds the n samples "
+        "with the highest mean log-probability per token; usage counts all of them. With stream: "
+        "n only.",
     )
     state: StateSource | None = None
     session_id: SessionId | None = None
     return_state: ReturnState | None = None
     state_ttl: Ttl | None = None
-    suffix: str | None = Field(default=None, description="only null or empty")
+    suffix: str | None = Field(
+        default=None, description="Not supported: null or an empty string only."
+    )
 
 
 class Choice(OpenAIChoice):
-    text: str | None = Field(description="null without a tokenizer")
+    """One sampled continuation."""
+
+    text: str | None = Field(description="The text; null for a model without a tokenizer.")
     logprobs: Logprobs | None
-    state: LeftState | None = Field(default=None, description="with return_state or session_id")
+    state: LeftState | None = Field(
+        default=None,
+        description="The state at the answer's end, with return_state or session_id.",
+    )
 
 
 class CompletionResponse(OpenAIResponse):
+    """The continuations. Choice i * n + j is sample j of prompt i."""
+
     choices: list[Choice]
     usage: Usage | None = None
 

@@ -1,4 +1,4 @@
-"""POST /v1/generate: a batch of prompts, each with its own sampling parameters if need be."""
+"""Request and answer of POST /v1/generate: a batch of prompts, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from service.schemas.structured import ResponseFormat, StructuredOutputs
 
 
 class GenerateRequest(RequestModel):
-    """Every parameter is one value for all prompts or a list with one per prompt (`stop`,
-    `stop_token_ids` and `cache_points`: a list of lists)."""
+    """Prompts to continue. A parameter is one value for all prompts, or a list with one value per
+    prompt; for `stop`, `stop_token_ids` and `cache_points` that is a list of lists."""
 
     prompts: Many[Prompt] = Field(min_length=1)
     model: str | None = None
@@ -83,19 +83,26 @@ class GenerateRequest(RequestModel):
 
 
 class GenerateResult(BaseModel):
-    """`error` stands where this prompt failed; the others are not touched by it."""
+    """The continuation of one prompt, or the `error` with which this prompt alone failed."""
 
-    index: int
-    text: str | None = Field(default=None, description="null without a tokenizer")
+    index: int = Field(description="Index of the prompt.")
+    text: str | None = Field(
+        default=None, description="The text; null for a model without a tokenizer."
+    )
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     usage: Usage | None = None
-    state: LeftState | None = Field(default=None, description="with return_state or session_id")
+    state: LeftState | None = Field(
+        default=None,
+        description="The state at the answer's end, with return_state or session_id.",
+    )
     error: ErrorDetail | None = None
 
 
 class GenerateResponse(BaseModel):
+    """One result per prompt, in the order of the prompts."""
+
     id: str
     model: str
     results: list[GenerateResult]

@@ -1,4 +1,4 @@
-"""GET /v1/models."""
+"""Answers of GET /v1/models."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from pydantic import BaseModel, Field
 
 
 class ModelCard(BaseModel):
-    """OpenAI's fields, and what there is to know of the model."""
+    """A model: OpenAI's fields, its architecture and how it is run."""
 
-    id: str = Field(description="what requests call it")
+    id: str = Field(description="The model's name in requests.")
     object: str
-    created: int = Field(description="when it was loaded, in seconds since 1970")
+    created: int = Field(description="When it was loaded, in seconds since 1970.")
     owned_by: str
-    root: str = Field(description="the checkpoint's own name")
-    cell: str
-    parameters: int
-    vocab_size: int
-    eos_token_id: int | None = Field(description="the first of those that end a text")
-    eos_token_ids: list[int] = Field(description="each of them ends a text")
-    dtype: str
-    quantization: str | None
-    deterministic: bool
-    device: str
-    state_bytes: int = Field(description="of one sequence, whatever its length")
-    fingerprint: str = Field(description="of the weights and the configuration")
+    root: str = Field(description="The checkpoint's own name.")
+    cell: str = Field(description="mingru or minlstm.")
+    parameters: int = Field(description="Number of weights.")
+    vocab_size: int = Field(description="Number of tokens.")
+    eos_token_id: int | None = Field(description="The first of eos_token_ids.")
+    eos_token_ids: list[int] = Field(description="Tokens that end a text.")
+    dtype: str = Field(description="Data type that it is computed in.")
+    quantization: str | None = Field(description="Quantisation of the weights: int8, fp8 or null.")
+    deterministic: bool = Field(description="Whether logits are independent of the batch.")
+    device: str = Field(description="Name of the device that computes it.")
+    state_bytes: int = Field(description="Size of one sequence's state, whatever its length.")
+    fingerprint: str = Field(description="Fingerprint of the weights and the configuration.")
 
 
 class ModelList(BaseModel):
+    """The models that requests may name."""
+
     object: str
     data: list[ModelCard]

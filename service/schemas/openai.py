@@ -1,4 +1,4 @@
-"""What OpenAI's two endpoints share: parameters of sampling, extensions, ends of answers."""
+"""Fields that OpenAI's two endpoints share: sampling parameters, extensions, parts of answers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,24 @@ from service.schemas.common import (
 from service.schemas.states import CachePoints, CacheSalt
 from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
-FORMER = "a former name of structured_outputs' field"
+FORMER = "vLLM's former name of a field of structured_outputs."
 
 
 class OpenAIRequest(RequestModel):
-    """null means the default, everywhere."""
+    """Fields of both OpenAI endpoints. null means a field's default."""
 
-    model: str | None = None
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: Stop | None = None
+    n: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Samples of each prompt. Default: 1."
+    )
+    stop: Stop | None = Field(
+        default=None,
+        description="Strings that end the answer; they are not part of it.",
+    )
     seed: Seed | None = None
     logit_bias: LogitBias | None = None
     presence_penalty: Penalty | None = None
@@ -47,15 +54,23 @@ class OpenAIRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = Field(default=None, description="without effect")
+    user: str | None = Field(default=None, description="Has no effect.")
     # Extensions
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: MinTokens | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Many[TokenId] | None = None
-    return_token_ids: bool | None = None
+    min_tokens: MinTokens | None = Field(
+        default=None, description="Tokens before which no end-of-text token is sampled."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="Whether to go on after an end-of-text token."
+    )
+    stop_token_ids: Many[TokenId] | None = Field(
+        default=None, description="Further tokens that end the answer."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Whether to return the token ids of prompt and answer."
+    )
     timeout: Timeout | None = None
     priority: Priority | None = None
     stream_interval: StreamInterval | None = None
@@ -69,17 +84,21 @@ class OpenAIRequest(RequestModel):
 
 
 class OpenAIChoice(BaseModel):
-    """How an answer ended, beside what it says."""
+    """Fields of a choice that both OpenAI endpoints have."""
 
     index: int
     finish_reason: str | None
-    token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
-    prompt_token_ids: list[int] | None = Field(default=None, description="with return_token_ids")
+    token_ids: list[int] | None = Field(
+        default=None, description="Tokens of the answer, with return_token_ids."
+    )
+    prompt_token_ids: list[int] | None = Field(
+        default=None, description="Tokens of the prompt, with return_token_ids."
+    )
     error: ErrorDetail | None = None
 
 
 class OpenAIResponse(BaseModel):
-    """Beside its choices."""
+    """Fields of an answer that both OpenAI endpoints have."""
 
     id: str
     object: str

@@ -1,4 +1,5 @@
-"""POST /v1/score: log-probabilities of texts, or of continuations of contexts."""
+"""Request and answer of POST /v1/score: log-probabilities of texts, or of continuations of
+contexts."""
 
 from __future__ import annotations
 
@@ -27,20 +28,29 @@ from service.schemas.states import (
 
 
 class ScoreItem(RequestModel):
-    """A context, which is read once, and what may follow it."""
+    """A context, which is read once, and the continuations to score after it."""
 
     context: Prompt
     continuations: Many[Prompt] = Field(min_length=1)
 
 
 class ScoreRequest(RequestModel):
-    """Exactly one of `texts` and `items`."""
+    """Texts to score, or contexts with continuations to score: exactly one of `texts` and
+    `items`."""
 
-    texts: Many[Prompt] | None = Field(default=None, min_length=1)
-    items: Many[ScoreItem] | None = Field(default=None, min_length=1)
-    model: str | None = None
+    texts: Many[Prompt] | None = Field(
+        default=None, min_length=1, description="Texts to score, each from its second token on."
+    )
+    items: Many[ScoreItem] | None = Field(
+        default=None, min_length=1, description="Contexts with the continuations to score."
+    )
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
     timeout: Timeout | None = Field(
-        default=None, description="seconds from its arrival; what is not scored then is an error"
+        default=None,
+        description="Seconds from the request's arrival; a text that is not scored by then is an "
+        "error.",
     )
     priority: Priority | None = None
     state: StateSource | None = None
@@ -59,35 +69,46 @@ class ScoreRequest(RequestModel):
 
 
 class TextScore(BaseModel):
-    """Natural logarithms; the first token has no log-probability, but after a state."""
+    """The score of one text, with natural logarithms. The first token's log-probability is null,
+    unless the text continues a state."""
 
-    index: int
+    index: int = Field(description="Index of the text.")
     token_ids: list[int] = []
     token_logprobs: list[float | None] = []
     total_logprob: float | None = None
     num_scored_tokens: int | None = None
     perplexity: float | None = None
     bits_per_byte: float | None = None
-    state: LeftState | None = Field(default=None, description="with return_state")
+    state: LeftState | None = Field(
+        default=None, description="The state after the text, with return_state."
+    )
     error: ErrorDetail | None = None
 
 
 class ContinuationScore(BaseModel):
+    """The score of one continuation, with natural logarithms."""
+
     logprob: float | None = None
     num_tokens: int | None = None
     token_logprobs: list[float] = []
     is_greedy: bool | None = Field(
-        default=None, description="each token is the most likely one: greedy decoding gives it"
+        default=None,
+        description="Whether each token is the most likely one, so that greedy decoding would give "
+        "this continuation.",
     )
     error: ErrorDetail | None = None
 
 
 class ItemScore(BaseModel):
-    index: int
+    """The scores of one context's continuations."""
+
+    index: int = Field(description="Index of the item.")
     continuations: list[ContinuationScore]
 
 
 class ScoreResponse(BaseModel):
+    """One result per text or item, in their order."""
+
     id: str
     model: str
     results: list[TextScore] | list[ItemScore]

@@ -1,5 +1,5 @@
-"""Kept states on the wire: the endpoints of /v1/states, and the fields by which other requests
-start from a state or leave one."""
+"""Wire types of kept states: the /v1/states endpoints, and the fields with which other requests
+start from a state or keep one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.schemas.common import (
     Usage,
 )
 
-SESSION = "session:"  # how the id of a session's state begins
+SESSION = "session:"  # prefix of the id of a session's state
 CHARACTERS = r"[A-Za-z0-9._:-]"
 MOST_ID = 128  # characters
 MOST_LISTED = 1000  # states on a page
@@ -26,9 +26,9 @@ MOST_SALT = 64  # bytes of UTF-8
 
 
 def _is_segment(id: str) -> str:
-    """Of a path: clients leave out "." and take ".." as the way up."""
+    """Check that an id can be a segment of a path: clients resolve "." and ".." themselves."""
     if id in (".", ".."):
-        raise ValueError('"." and ".." are no ids: no path can name them')
+        raise ValueError('an id cannot be "." or "..", because no path can name it')
     return id
 
 
@@ -36,7 +36,7 @@ StateId = Annotated[
     str,
     Field(
         pattern=rf"^{CHARACTERS}{{1,{MOST_ID}}}$",
-        description=f'1 to {MOST_ID} letters, digits, . _ : and -, but for "." and ".."',
+        description=f'1 to {MOST_ID} letters, digits, . _ : and -; not "." or "..".',
     ),
     AfterValidator(_is_segment),
 ]
@@ -44,35 +44,43 @@ SessionId = Annotated[
     str,
     Field(
         pattern=rf"^{CHARACTERS}{{1,{MOST_ID - len(SESSION)}}}$",
-        description="goes on where the session stopped, or begins it; one request at a time. Its "
-        f'state has the id "{SESSION}" and this',
+        description="Continues the session of this name, or begins it; one request at a time. Its "
+        f'state has the id "{SESSION}" followed by the name.',
     ),
 ]
 Ttl = Annotated[
     float,
-    Field(gt=0, le=MOST_TTL, description="seconds after its last use that a state is kept"),
+    Field(
+        gt=0,
+        le=MOST_TTL,
+        description="Seconds that the state is kept after its last use. Default: the server's "
+        "setting.",
+    ),
 ]
 CacheSalt = Annotated[
     str,
     Field(
         max_length=MOST_SALT,
-        description="what is read is known again to requests of the same key and salt only",
+        description="Only requests with the same key and salt get prefix cache hits on what this "
+        "request reads.",
     ),
 ]
 CachePoints = Annotated[
     Many[Annotated[int, Field(ge=1, le=INT32_MAX)]],
     Field(
         max_length=64,
-        description="prompt lengths, in tokens, at which a state is cached beside those that are "
-        "always: for prompts to come that are the same up to there",
+        description="Prompt lengths, in tokens, at which a state is added to the prefix cache in "
+        "addition to the usual places, for later prompts that share this prefix.",
     ),
 ]
 
 
 class SnapshotSource(RequestModel):
-    """A state that the client holds itself."""
+    """A state that the client holds."""
 
-    snapshot: str = Field(description="base64: what return_state: snapshot gave, or a download")
+    snapshot: str = Field(
+        description="The state in base64: a snapshot of return_state, or a downloaded file."
+    )
 
 
 StateSource = Annotated[
@@ -82,7 +90,10 @@ StateSource = Annotated[
         custom_error_type="state_type",
         custom_error_message="must be a state's id or an object with its snapshot",
     ),
-    Field(description="after which the prompt, which may then be empty, is read"),
+    Field(
+        description="The state to start from: a kept state's id, or a snapshot. The prompt is read "
+        "after it and may be empty."
+    ),
 ]
 
 
@@ -100,45 +111,59 @@ ReturnState = Annotated[
         custom_error_message='must be true, false, "id" or "snapshot"',
     ),
     Field(
-        description="keeps the state at the answer's end and tells its id (true is id), or gives "
-        "it away as a base64 snapshot and keeps nothing"
+        description="id or true: keep the state at the answer's end and return its id. snapshot: "
+        "return the state in base64 and keep nothing."
     ),
 ]
 
 
 class KeptState(BaseModel):
-    """A state as it was kept. Times are seconds since 1970."""
+    """A kept state. Times are seconds since 1970."""
 
-    id: str | None = Field(default=None, description="null where it was only given away")
+    id: str | None = Field(
+        default=None, description="The state's id; null if it was returned and not kept."
+    )
     object: Literal["state"] = "state"
-    tokens: int = Field(description="of the text that it stands after")
-    bytes: int
-    fingerprint: str = Field(description="of the model that it belongs to")
-    tier: Literal["device", "host", "disk"] | None = None
+    tokens: int = Field(description="Tokens of the text that the state has read.")
+    bytes: int = Field(description="Size of the state.")
+    fingerprint: str = Field(description="Fingerprint of the model that the state belongs to.")
+    tier: Literal["device", "host", "disk"] | None = Field(
+        default=None, description="Where the state is: in device memory, main memory or on disk."
+    )
     created: float | None = None
-    expires: float | None = Field(default=None, description="unless it is used before")
-    busy: bool = Field(default=False, description="a request will take its place when it ends")
+    expires: float | None = Field(
+        default=None, description="When the state is deleted, unless it is used before."
+    )
+    busy: bool = Field(
+        default=False, description="Whether a running request will replace the state."
+    )
     stored: bool | None = Field(
         default=None,
-        description="whether it lies in the state folder, where a restart finds it; false: in "
-        "memory only; null: the server keeps no states on disk",
+        description="Whether the state is in the state folder, where it survives a restart; false: "
+        "it is in memory only; null: the server stores no states on disk.",
     )
 
 
 class LeftState(KeptState):
-    """A state that a request has left."""
+    """The state at the end of a request."""
 
-    snapshot: str | None = Field(default=None, description="base64, with return_state: snapshot")
+    snapshot: str | None = Field(
+        default=None, description="The state in base64, with return_state: snapshot."
+    )
 
 
 class StateRequest(RequestModel):
-    """A prompt to read into a state."""
+    """A prompt to read into a state, and how to keep the state."""
 
     prompt: Prompt
-    model: str | None = None
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
     state: StateSource | None = None
     id: StateId | None = Field(
-        default=None, description="under which it is kept, in place of what was there; null: a new"
+        default=None,
+        description="Id to keep the state under; it replaces a state of this id. Default: a new "
+        "id.",
     )
     ttl: Ttl | None = None
     return_state: ReturnState | None = None
@@ -149,46 +174,55 @@ class StateRequest(RequestModel):
 
 
 class StateResponse(LeftState):
-    """The state that was kept, and what was read for it."""
+    """The state that was kept, and the tokens that were read for it."""
 
     model: str
     usage: Usage
 
 
 class ForkRequest(RequestModel):
-    """The copy's own id and time; all may be left out, the body too."""
+    """How to keep the copy of a state. The body may be empty or missing."""
 
-    id: StateId | None = None
+    id: StateId | None = Field(
+        default=None,
+        description="Id of the copy; it replaces a state of this id. Default: a new id.",
+    )
     ttl: Ttl | None = None
 
 
 class StateQuery(BaseModel):
-    """How a state that comes from outside is kept."""
+    """How to keep an imported state."""
 
     model_config = ConfigDict(extra="forbid")
 
-    id: StateId | None = Field(default=None, description="null: a new one")
+    id: StateId | None = Field(
+        default=None,
+        description="Id to keep the state under; it replaces a state of this id. Default: a new "
+        "id.",
+    )
     ttl: Ttl | None = None
 
 
 class TextQuery(StateQuery):
-    """Where a text that is sent as it is goes on from."""
+    """How to read a text that is the request's body, and how to keep its state."""
 
-    state: StateId | None = Field(default=None, description="after which it is read")
+    state: StateId | None = Field(default=None, description="Id of a kept state to start from.")
     priority: Priority | None = None
 
 
 class ListQuery(BaseModel):
-    """Which states are listed."""
+    """A page of the list of states."""
 
     model_config = ConfigDict(extra="forbid")
 
-    after: StateId | None = Field(default=None, description="the last id of the page before")
-    limit: Annotated[int, Field(ge=1, le=MOST_LISTED)] = 100
+    after: StateId | None = Field(default=None, description="The last id of the page before.")
+    limit: Annotated[int, Field(ge=1, le=MOST_LISTED)] = Field(
+        default=100, description="Most states on the page."
+    )
 
 
 class StateList(BaseModel):
-    """States in order of their ids; those after `last_id` are asked for with `after`."""
+    """A page of states in the order of their ids. `after: last_id` asks for the next page."""
 
     object: Literal["list"] = "list"
     data: list[KeptState]
@@ -198,6 +232,8 @@ class StateList(BaseModel):
 
 
 class DeletedState(BaseModel):
+    """A state that has been deleted."""
+
     id: str
     object: Literal["state"] = "state"
     deleted: Literal[True] = True

@@ -1,5 +1,5 @@
-"""What a request may ask of its text: OpenAI's response_format, and regular expressions, choices
-and grammars as vLLM names them."""
+"""Wire types of structured output: OpenAI's response_format and vLLM's structured_outputs (JSON
+schemas, regular expressions, choices and grammars)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    NotRequired,  # pydantic's: see schemas.chat
+    NotRequired,
 )
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -29,17 +29,21 @@ Choices = Annotated[Many[str], Field(min_length=1)]
 
 
 class TextFormat(TypedDict):
+    """Plain text: no constraint."""
+
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     type: Literal["text"]
 
 
 class JsonObjectFormat(TypedDict):
+    """Any JSON object."""
+
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     type: Literal["json_object"]
 
 
 class NamedSchema(TypedDict):
-    """`strict` makes no difference: answers always match the schema."""
+    """A named JSON schema. `strict` has no effect: answers always match the schema."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     name: str
@@ -49,6 +53,8 @@ class NamedSchema(TypedDict):
 
 
 class JsonSchemaFormat(TypedDict):
+    """JSON that matches a schema."""
+
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -72,7 +78,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(TypedDict):
-    """One of them."""
+    """A constraint on the answer's text: exactly one of these fields."""
 
     __pydantic_config__ = _STRICT  # type: ignore[misc]
     json: NotRequired[JsonSchema | None]

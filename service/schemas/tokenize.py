@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize."""
+"""Requests and answers of POST /tokenize and POST /detokenize."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from service.schemas.common import Many, RequestModel, TokenId
 
 
 class TokenizeRequest(TemplateFields):
-    """Exactly one of `prompt` and `messages`; the chat template's fields with the latter only."""
+    """A text or a conversation: exactly one of `prompt` and `messages`. The fields of the chat
+    template are allowed with `messages` only."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
+    prompt: str | None = Field(default=None, description="A text.")
+    messages: Messages | None = Field(
+        default=None, description="A conversation, which the chat template renders."
+    )
     add_special_tokens: bool | None = Field(
         default=None,
-        description="what the tokenizer puts around a text, as the other endpoints do (default "
-        "true); of no effect on messages, where the chat template puts it",
+        description="Whether to add the special tokens that the tokenizer puts around a text, as "
+        "the other endpoints do. Default: true. Has no effect on messages, where the chat template "
+        "adds them.",
     )
-    return_token_strs: bool | None = None
+    return_token_strs: bool | None = Field(
+        default=None, description="Whether to return the tokens' texts too."
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> TokenizeRequest:
@@ -40,18 +48,28 @@ class TokenizeRequest(TemplateFields):
 
 
 class TokenizeResponse(BaseModel):
-    count: int
-    tokens: list[int]
-    token_strs: list[str] | None = Field(description="with return_token_strs")
+    """The tokens of a text or of a conversation."""
+
+    count: int = Field(description="Number of tokens.")
+    tokens: list[int] = Field(description="Token ids.")
+    token_strs: list[str] | None = Field(
+        description="Texts of the tokens, with return_token_strs; else null."
+    )
 
 
 class DetokenizeRequest(RequestModel):
-    model: str | None = None
+    """Token ids to turn into text."""
+
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
     tokens: Many[TokenId]
 
 
 class DetokenizeResponse(BaseModel):
-    prompt: str = Field(description="special tokens are left out")
+    """The text of token ids."""
+
+    prompt: str = Field(description="The text, without special tokens.")
 
 
 TOKENIZE: dict[str, Any] = {"a text": {"value": {"prompt": "To be, or not"}}}
