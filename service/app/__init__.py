@@ -1,1 +1,1 @@
-"""The FastAPI application and what wraps every request."""
+"""The FastAPI application and its middleware: access control, request accounting, CORS."""

@@ -1,4 +1,4 @@
-"""create_app: the HTTP application around one engine; `service.server.server` runs it."""
+"""create_app: builds the HTTP application of a server; `service.server.server` runs it."""
 
 from __future__ import annotations
 
@@ -57,12 +57,16 @@ def create_app(
     settings: Settings,
     on_failure: Callable[[EngineError], None] | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts `engines` (one client stands for itself) and closes
-    them.
+    """Build the application. Its lifespan starts the engines and closes them.
 
-    `on_failure` is called when the engine cannot be started, the model cannot be loaded or the
-    engine has died for good: every stream then gets an error frame and /health answers 503. Raises
-    ConfigError for keys and traces that cannot be used.
+    Args:
+        engines: The source of engines, or a client of a single one.
+        settings: The server's settings.
+        on_failure: Called when the engine cannot be started, the model cannot be loaded or the
+            engine has died for good. Every stream then gets an error frame, and /health answers
+            503.
+
+    Raises ConfigError for API keys or traces that cannot be used.
     """
     if isinstance(engines, EngineClient):
         engines = OneEngine(engines, settings.load_timeout)
@@ -94,14 +98,14 @@ def create_app(
             if exporter is not None:
                 await asyncio.to_thread(exporter.close)
 
-    # Who may connect to a unix socket stands in its mode; there are no addresses to know them by.
+    # File permissions control who may connect to a Unix socket, and its clients have no addresses.
     trusted = TRUSTED_PROXIES if settings.uds is None else "*"
     app = FastRouter(
         trusted=trusted,
         title="minserve",
         description=DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # it would load its scripts from elsewhere
+        docs_url=None,  # FastAPI's page would load scripts from another host
         redoc_url=None,
     )
     app.state.lifecycle = lifecycle
@@ -120,7 +124,7 @@ def create_app(
     if access.has_admin:
         app.include_router(admin.router)
     describe_access(app, access)
-    # The last one added is the first to see a request.
+    # The middleware that is added last sees a request first.
     limits = {
         TEXT_PATH: lambda: settings.max_text_bytes,
         IMPORT_PATH: lifecycle.most_snapshot_bytes,
@@ -132,7 +136,7 @@ def create_app(
             NamedOrigins,
             allow_origins=settings.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # clients add their own; a page has to know a key to send it
+            allow_headers=["*"],  # client libraries add their own headers
             expose_headers=["retry-after", "x-request-id"],
         )
     accounting = partial(
@@ -142,5 +146,6 @@ def create_app(
     app.add_middleware(accounting)
     if exporter is not None:
         app.add_middleware(TraceRequests, paths=otel.OPERATIONS, take=exporter.take)
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=trusted)  # spans tell them
+        # Spans record the scheme that the proxy tells.
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=trusted)
     return app

@@ -1,8 +1,8 @@
-"""Access: which key a path asks for, checked before anything of a request's body is read.
+"""Access control: which key each path requires, checked before a request's body is read.
 
-Paths that are not listed as open ask for a key, those that do not exist too. Without API keys in
-the settings nothing does, but for administration: below /admin only the admin key is of use, and
-where there is none, nothing is there.
+- Every path that is not listed as open requires an API key, even if the path does not exist.
+- Without API keys in the settings, every path is open except /admin.
+- Paths below /admin require the admin key; without an admin key they do not exist (404).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from service.http.slashes import plain
 from service.keys import ApiKeys, Key, KeyRing, load_keys
 from service.settings import Settings
 
-# What tells nothing that is anybody's own.
+# Paths that reveal nothing about any client.
 OPEN_PATHS = {"/health", "/ready", "/docs", "/openapi.json"}
 METRICS_PATH = "/metrics"
 BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
-# Whose key opens a path.
+# The kind of key that a path requires.
 Level = Literal["open", "key", "admin"]
 
 
 class Access:
-    """The keys of a server and what each of them opens."""
+    """The keys of a server and the paths that each kind of key opens."""
 
     def __init__(
         self,
@@ -40,7 +40,14 @@ class Access:
         metrics: Level = "open",
         pages: Iterable[str] = (),
     ) -> None:
-        """`pages`: paths that are open beside OPEN_PATHS."""
+        """Combine keys and rules.
+
+        Args:
+            keys: API keys; None: anybody may ask.
+            admin: The admin key, if there is one.
+            metrics: The key that /metrics requires.
+            pages: Open paths in addition to OPEN_PATHS.
+        """
         self.keys = keys
         self._open = OPEN_PATHS.union(pages)
         self._admin = admin
@@ -48,11 +55,11 @@ class Access:
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is anything below /admin."""
+        """Whether there is an admin key, and so the /admin endpoints."""
         return self._admin is not None
 
     def level(self, path: str) -> Level:
-        """Whose key opens `path`."""
+        """Return the kind of key that `path` requires."""
         if path in self._open:
             return "open"
         if path == METRICS_PATH:
@@ -62,13 +69,15 @@ class Access:
         return "open" if self.keys is None else "key"
 
     def admit(self, scope: Scope) -> Key | None:
-        """The key that opens a request's path, None where none is needed. Raises ApiError: 401
-        without a key that is known, 403 where it is not the admin's, and 404 for administration
-        where there is no admin key."""
+        """Return the key with which a request is allowed, or None if its path is open.
+
+        Raises ApiError: 401 without a valid key, 403 for an API key where the admin key is
+        required, 404 below /admin without an admin key.
+        """
         path = plain(scope["path"])
         level = self.level(path)
         if path != scope["path"] and level == "open" and self.keys is not None:
-            level = "key"  # only a path as it stands is open
+            level = "key"  # only the exact spelling of an open path is open
         if level == "open":
             return None
         if level == "admin" and self._admin is None:
@@ -83,23 +92,25 @@ class Access:
         if admin is not None and (level == "admin" or path == METRICS_PATH):
             return admin
         if owner is None:
-            raise _unauthorized("the API key is not known here", 'error="invalid_token"')
+            raise _unauthorized("the API key is not valid", 'error="invalid_token"')
         if level == "admin":
-            raise ApiError(403, f"{path} asks for the admin key", code="not_admin")
+            raise ApiError(403, f"{path} requires the admin key", code="not_admin")
         return owner
 
 
 def load_access(settings: Settings) -> Access:
-    """What the settings say. Raises ConfigError."""
+    """Return the access rules of the settings. Raises ConfigError for keys that cannot be used."""
     keys, admin = load_keys(settings)
-    # The pages are loaded without a key, and ask for one.
+    # Browsers load the pages without a key; the pages ask the user for one.
     pages = reference.paths() | (playground.paths() if settings.playground else set())
     return Access(keys, admin, settings.metrics_access, pages)
 
 
 class ApiKeyAuth:
-    """Lets those requests through whose key opens their path; their scope tells its name and the
-    most urgent priority that they may have."""
+    """ASGI middleware that rejects requests without the key that their path requires.
+
+    It stores the key's name and the most urgent priority that the key allows in the scope.
+    """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Pages of other origins, as starlette's middleware answers their browsers, and one thing more."""
+"""CORS middleware: starlette's, extended by Private Network Access preflights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ ASKS = "access-control-request-private-network"
 
 
 class NamedOrigins(CORSMiddleware):
-    """Allows pages of the internet to ask a server of a private network, as browsers want to know
-    beforehand, where their origin is named; never to all, for which * stands."""
+    """CORS middleware that allows Private Network Access to explicitly named origins.
+
+    Browsers ask for it before a page of the internet may call a server in a private network. It is
+    never allowed for the origin *.
+    """
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """As starlette's, whose own option for it is for all origins or none."""
+        """Answer a preflight. Starlette's own option would allow all origins or none."""
         origin = request_headers["origin"]
         if ASKS not in request_headers or origin == "*" or origin not in self.allow_origins:
             return super().preflight_response(request_headers)
@@ -22,6 +25,7 @@ class NamedOrigins(CORSMiddleware):
         response = super().preflight_response(Headers(raw=others))
         if response.status_code == 200:
             response.headers["Access-Control-Allow-Private-Network"] = "true"
-            if ASKS not in response.headers.get("Vary", "").lower():  # of older starlettes
+            # Older versions of starlette do not set it.
+            if ASKS not in response.headers.get("Vary", "").lower():
                 response.headers.add_vary_header(ASKS.title())
         return response

@@ -1,4 +1,4 @@
-"""What wraps every request, as plain ASGI: its id, HTTP metrics and the access log."""
+"""ASGI middleware around every request: request id, HTTP metrics and the access log."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ GOOD_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII).fullmatch
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 INFERENCE_PATHS = {f"/v1/{endpoint}" for endpoint in ENDPOINTS}
 FAILED = 500
-REDIRECTED = 307  # to the path that was meant: no work for the model was asked for yet
+REDIRECTED = 307  # to the path without superfluous slashes; it does not count as inference
 
 
 class RequestAccounting:
-    """Gives each request an id (its client's x-request-id, or a new one), with which it is
-    answered; counts, times and logs it by its route's template; ends it where its client has
-    left."""
+    """ASGI middleware that gives each request an id, counts it, times it and logs it.
+
+    The id is the client's x-request-id header or a new one, and is sent back in the answer. Metrics
+    and log name the template of the request's route, never its path. Requests whose client has
+    disconnected end here with the status 499.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class RequestAccounting:
         log: AccessLog,
         template_of: Callable[[str], str | None],
     ) -> None:
-        """`template_of`: of the route that a path leads to."""
+        """`template_of`: returns the template of the route that a path leads to, or None."""
         self.app = app
         self.metrics = metrics
         self.log = log
@@ -58,7 +61,7 @@ class RequestAccounting:
         status = 0  # until the answer begins
         scope[ARRIVED] = start = time.perf_counter()
         given = header(scope, b"x-request-id")
-        # Ids tell requests apart and are no secrets, so they need not come from the kernel.
+        # Ids only tell requests apart, so they need no cryptographic randomness.
         request_id = given if given and GOOD_ID(given) else f"{random.getrandbits(128):032x}"
         scope[REQUEST_ID] = request_id
 
@@ -89,7 +92,7 @@ class RequestAccounting:
     def _add(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
         path = getattr(scope.get("route"), "path", None)
-        if path is None:  # no key, too large a body, nothing there
+        if path is None:  # answered before it was routed: no key, body too large, no such path
             path = self._template_of(scope["path"]) or "other"
         outcome, error = None, scope.get(ERROR_CODE)
         if path in INFERENCE_PATHS and method == "POST" and status != REDIRECTED:

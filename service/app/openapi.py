@@ -1,4 +1,4 @@
-"""What /openapi.json says of keys: which operations ask for one, and how it is sent."""
+"""The API keys in /openapi.json: which operations require one, and how it is sent."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-REFUSALS = {"key": {"401": "no key that is known"}}
-REFUSALS["admin"] = {**REFUSALS["key"], "403": "not the admin key"}
+REFUSALS = {"key": {"401": "No valid API key."}}
+REFUSALS["admin"] = {**REFUSALS["key"], "403": "Not the admin key."}
 
 
 def describe_access(app: FastAPI, access: Access) -> None:
-    """Makes the application's schema tell what `access` asks for."""
+    """Add the keys that `access` requires to the application's OpenAPI schema."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _add_keys(plain(), access)  # which keeps what it returns
+            _add_keys(plain(), access)  # changes the schema object that FastAPI caches
         return plain()
 
     app.openapi = openapi  # type: ignore[method-assign]

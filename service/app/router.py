@@ -1,9 +1,9 @@
-"""FastRouter: FastAPI's application, with a shorter way to the routes that do work for the model.
+"""FastRouter: a FastAPI application with a fast path to the routes that run the model.
 
-FastAPI describes these routes and answers every wrong method or path. But from its door to one of
-them a request passes a dozen layers that do nothing for it (telemetry, two body limits, stacks of
-contexts, routers within routers), which together cost as much as all that is done here for it. So
-a POST to such a path goes through the middleware that was added, and then straight to its route.
+FastAPI describes these routes and answers wrong methods and paths. On its way to one of them a
+request passes a dozen layers that do nothing for it (telemetry, two body limits, context stacks,
+nested routers). Together they cost as much as the rest of the request's handling. So a POST to such
+a path goes through the added middleware and then straight to its route.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ BROUGHT = (CONNECTION, INFERENCE, RUNTIME)
 
 
 class FastRouter(FastAPI):
-    """An application; `lead_to` names the routes with a shorter way."""
+    """A FastAPI application; routes that are given to `lead_to` have the fast path."""
 
     def __init__(self, trusted: str = TRUSTED_PROXIES, **options: Any) -> None:
-        """`trusted`: the addresses of proxies that are believed; * is everybody."""
+        """`trusted`: addresses of the proxies whose headers are trusted; * trusts everybody.
+
+        `options`: arguments of FastAPI.
+        """
         super().__init__(redirect_slashes=False, **options)
         self.router.routes.append(SlashRoute(self.router))
         self._trusted = trusted
         self._routes: dict[str, JsonRoute] = {}  # by path
         self._short: ASGIApp | None = None
-        self._paths: set[str] = set()  # of all routes that have no parameters
-        self.refusals: ASGIApp = send_refusal  # as HttpProtocol asks for it
-        self._templates: list[APIRoute] = []  # the others
+        self._paths: set[str] = set()  # paths of the routes without parameters
+        self.refusals: ASGIApp = send_refusal  # HttpProtocol sends requests it cannot read here
+        self._templates: list[APIRoute] = []  # routes with parameters
 
     def include_router(self, router: APIRouter, **options: Any) -> None:
-        """As FastAPI's; `template_of` knows its routes."""
+        """Include a router, as FastAPI does, and make its routes known to `template_of`."""
         super().include_router(router, **options)
         for route in router.routes:
             if not isinstance(route, APIRoute):
@@ -53,8 +56,10 @@ class FastRouter(FastAPI):
                 self._paths.add(route.path)
 
     def template_of(self, path: str) -> str | None:
-        """The template of the route that a path leads to, whatever the method; None where there is
-        none. For requests that were answered before they were routed."""
+        """Return the template of the route that a path leads to with any method, or None.
+
+        For requests that are answered before they are routed.
+        """
         path = plain(path)
         if path in self._paths:
             return path
@@ -64,17 +69,17 @@ class FastRouter(FastAPI):
         return None
 
     def lead_to(self, route: JsonRoute) -> None:
-        """Its path has no parameters, and nothing but POST is for it."""
+        """Give a route the fast path. It must have a path without parameters, and POST only."""
         assert route.methods == {"POST"} and "{" not in route.path
         self._routes[route.path] = route
 
     def build_middleware_stack(self) -> ASGIApp:
-        """As it is built for all other paths; the shorter way is built beside it."""
+        """Build the middleware for the fast path, and FastAPI's stack for all other paths."""
         app: ASGIApp = self._to_route
         for middleware, arguments, options in reversed(self.user_middleware):
             app = middleware(app, *arguments, **options)
         self._short = app
-        # Only redirects tell a client its own scheme.
+        # Proxy headers matter on the slow path only: redirects tell a client its scheme.
         longer: Any = super().build_middleware_stack()
         return cast("ASGIApp", ProxyHeadersMiddleware(longer, self._trusted))
 
@@ -83,8 +88,8 @@ class FastRouter(FastAPI):
         try:
             await self._way(scope)(scope, receive, send)
         finally:
-            # The server keeps a connection's latest scope, and the connection knows it: a circle,
-            # which would leave all that the request has brought to the garbage collector.
+            # The server keeps the latest scope of a connection, and the scope holds the connection:
+            # a reference cycle, which would keep the request's objects until a garbage collection.
             for name in BROUGHT:
                 scope.pop(name, None)
 

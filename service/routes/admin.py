@@ -1,4 +1,4 @@
-"""POST /admin/reload: another model, or the same one again, without a request being dropped."""
+"""POST /admin/reload: load another model, or the same one again, without dropping a request."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ logger = logging.getLogger(__name__)
 async def reload(
     body: Annotated[ReloadRequest, Body(openapi_examples=EXAMPLES)], request: Request
 ) -> Response:
-    """Loads a model beside the one that serves. When it is ready new requests go to it, and the old
-    one ends when it has finished what it has in flight. Where it cannot be loaded, the old one goes
-    on. The answer comes at the end; a client that does not wait for it stops nothing."""
+    """Load a model next to the one that is served. When it is ready, new requests go to it, and the
+    old one ends after its last request in flight. If the new model cannot be loaded, the old one
+    keeps serving. The answer comes when the reload has ended; the reload goes on if the client
+    disconnects before."""
     lifecycle = get_lifecycle(request)
     begun = time.monotonic()
     try:
         info = await lifecycle.engines.reload(body.model)
     except (Refused, EngineLoading):
-        raise  # nothing was tried
+        raise  # the reload has not begun
     except EngineError as error:
         raise _not_loaded(error) from error
     seconds = time.monotonic() - begun
@@ -55,7 +56,7 @@ async def reload(
 
 
 def _not_loaded(error: EngineError) -> ApiError:
-    message = f"{error.message}; the model that was there goes on"
+    message = f"{error.message}; the present model keeps serving"
     logger.error("error: the reload failed: %s", message)
     if isinstance(error, ConfigError | CheckpointError | DeviceError):
         return ApiError(400, f"model: {message}", param="model", code=error.code)

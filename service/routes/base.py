@@ -1,7 +1,8 @@
-"""Routes of a ready server: what is decided before a request costs anything.
+"""Route classes of the API endpoints, which refuse requests before they cost anything.
 
-Refusals (loading, draining, queue full) come before the body is read; then the body must be JSON
-to the letter. From its arrival on a request is in flight: a drain waits for it.
+Refusals (loading, draining, queue full) come before the body is read. Then the body must be strict
+JSON, or of the type that the endpoint takes. A request is in flight from its arrival on: a drain
+waits for it.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ from service.inference.runtime import Runtime, get_runtime
 
 Model = TypeVar("Model", bound=BaseModel)
 
-LARGE = 2**16  # bytes of a body that it takes a while to make something of
+LARGE = 2**16  # bytes; reading the fields of a larger body takes a while
 
 
 class StrictRequest(Request):
-    """A request whose JSON must be JSON: valid UTF-8, and no NaN or Infinity."""
+    """A request whose body must be valid JSON: UTF-8, and no NaN or Infinity."""
 
     def check_encoding(self) -> None:
-        """Raises ApiError 415 where the body is compressed, or encoded otherwise."""
+        """Raise ApiError 415 if the body has a content-encoding, such as gzip."""
         given = header(self.scope, b"content-encoding")
         if given is not None and given.strip().lower() not in ("", "identity"):
             raise ApiError(
                 415,
-                f"content-encoding: {given} is not supported; allowed: the body as it is, "
+                f"content-encoding: {given} is not supported; allowed: an uncompressed body, "
                 "without this header",
                 code="unsupported_content_encoding",
                 headers={"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
             )
 
     def check_type(self, types: BodyTypes) -> None:
-        """Raises ApiError 415 for a body of a type that the endpoint does not read."""
+        """Raise ApiError 415 for a content-type or charset that the endpoint does not read."""
         given = header(self.scope, b"content-type")
         if given is None:
             return
@@ -76,8 +77,10 @@ class StrictRequest(Request):
             )
 
     async def read_body(self, seconds: float) -> None:
-        """Reads the body, which is kept. Raises ClientGone, and ApiError 408 where it has not come
-        in that time."""
+        """Read the whole body and keep it.
+
+        Raises ClientGone, and ApiError 408 if the body does not arrive within `seconds`.
+        """
         connection: Connection | None = self.scope.get(CONNECTION)
         if connection is not None and connection.has_body:
             self._body = await self._read()
@@ -105,10 +108,12 @@ class StrictRequest(Request):
             parts.append(body)
 
     def validated(self, validate: Callable[[Any], Model]) -> Model:
-        """The body, which has been read, as `validate` makes something of its JSON: a method of
-        pydantic's, which raises ValidationError. Raises ApiError 400."""
+        """Return the body's JSON, validated; the body must have been read.
+
+        `validate`: a method of pydantic's, which raises ValidationError. Raises ApiError 400.
+        """
         body = self._body
-        # Without a content-type it is taken for JSON.
+        # A body without a content-type is taken for JSON.
         data = _parsed(body) if body and self._is_json() else body or None
         try:
             return validate(data)
@@ -116,7 +121,7 @@ class StrictRequest(Request):
             raise from_validation(error.errors(include_url=False)) from error
 
     def queried(self, model: type[Model]) -> Model:
-        """The query string as `model`. Raises ApiError 400."""
+        """Return the query string's parameters as `model`. Raises ApiError 400."""
         try:
             return model.model_validate_strings(dict(self.query_params))
         except ValidationError as error:
@@ -133,22 +138,23 @@ def _is_json(kind: str) -> bool:
     )
 
 
-# Texts are UTF-8, of which ASCII is a part; names by which clients know it.
+# Charset names that stand for UTF-8. ASCII is a subset of it.
 UTF_8 = ("utf-8", "utf8", "us-ascii", "ascii")
 CHARSET = re.compile(r""";\s*charset\s*=\s*["']?([^;"'\s]+)""", re.IGNORECASE)
-CURLS = "application/x-www-form-urlencoded"  # as curl sends any body, unless it is told what it is
+CURLS = "application/x-www-form-urlencoded"  # curl's default for any body
 
 
 @dataclass(frozen=True)
 class BodyTypes:
-    """The types of bodies that an endpoint reads, besides those without one."""
+    """The content types that an endpoint reads. A request without a content-type is always read."""
 
-    allowed: str  # as clients are told
-    takes: Callable[[str], bool]  # by the type in lower case, without parameters
-    is_text: bool = False  # a charset matters
+    allowed: str  # for error messages
+    takes: Callable[[str], bool]  # takes the content type in lower case, without parameters
+    is_text: bool = False  # whether to check the charset
 
 
-# What else is not JSON is told when it has been read: a form may have no more than the wrong type.
+# Other wrong types are answered with 400 after the body has been read: it is often JSON that was
+# sent with the wrong type, such as curl's default, and the error says so.
 JSON = BodyTypes("application/json", lambda kind: not kind.startswith("multipart/"))
 BYTES = BodyTypes(
     "application/octet-stream or no content-type, and the bytes themselves as the body",
@@ -167,7 +173,7 @@ def _unsupported_type(message: str) -> ApiError:
 
 
 def _parsed(body: bytes) -> Any:
-    """What JSON says. Raises ApiError 400."""
+    """Return the value of a JSON text. Raises ApiError 400 if it is not valid."""
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -175,12 +181,12 @@ def _parsed(body: bytes) -> Any:
 
 
 def get_inference(request: Request) -> InferenceRequest:
-    """The HTTP request's InferenceRequest, as a FastAPI dependency."""
+    """Return the HTTP request's InferenceRequest; a FastAPI dependency."""
     inference: InferenceRequest = request.scope[INFERENCE]
     return inference
 
 
-# What endpoints of the routes below may ask for beside their body and query.
+# Arguments that endpoints of the routes below may have beside their body and query.
 ARGUMENTS: dict[str, Callable[[Request], Any]] = {
     "id": lambda request: request.path_params["id"],
     "request": lambda request: request,
@@ -191,15 +197,18 @@ ARGUMENTS: dict[str, Callable[[Request], Any]] = {
 
 
 class JsonRoute(APIRoute):
-    """A route of a ready server, whose requests must be JSON to the letter.
+    """A route that takes strict JSON and refuses requests while the server is not ready.
 
-    FastAPI routes to it and describes it. The endpoint's arguments are filled in here: its `body`
-    (JSON; where it has a default nothing may be sent) and its `query` by one validation each, its
-    `content`, which is a body of bytes, and what else it may ask for by name. FastAPI's own way, by
-    any number of dependencies, takes longer than all the rest of a request.
+    FastAPI routes to it and describes it in the API reference. The endpoint's arguments are filled
+    in here, because FastAPI's dependencies take longer than all the rest of a request:
+
+    - `body`: JSON, one validation; with a default value the body may be missing.
+    - `query`: the query string, one validation.
+    - `content`: the body's bytes.
+    - the names in ARGUMENTS.
     """
 
-    ends_early = False  # where the client leaves, in whatever is done for it
+    ends_early = False  # whether to cancel the endpoint's work when the client disconnects
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
@@ -211,7 +220,7 @@ class JsonRoute(APIRoute):
         unknown = names - ARGUMENTS.keys()
         assert not unknown, f"{self.path}: nothing is known of the arguments {unknown}"
         takes_body = "POST" in (self.methods or ())
-        # Of pydantic's ways the one without a method in Python around it.
+        # The fastest of pydantic's methods: none written in Python is around it.
         validate = None if model is None else TypeAdapter(model).validator.validate_python
         types = JSON if model is not None else BYTES if "content" in parameters else None
         providers = [(name, ARGUMENTS[name]) for name in sorted(names)]
@@ -240,7 +249,7 @@ class JsonRoute(APIRoute):
                 given[name] = provide(strict)
             work: Coroutine[Any, Any, Response] = endpoint(**given)
             if self.ends_early and len(getattr(strict, "_body", b"")) > LARGE:
-                # From here on: to tokenise it takes seconds.
+                # Watch the client from here on, because tokenising a large body takes seconds.
                 return await unless_client_leaves(strict.scope, strict.receive, work)
             return await work
 
@@ -251,7 +260,7 @@ class JsonRoute(APIRoute):
             await super().handle(scope, receive, send)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As `handle`, for a request that has this route's method, without FastAPI."""
+        """Answer a request that has this route's method; `handle` without FastAPI's part."""
         with self.entered(scope):
             response = await self._admitted(StrictRequest(scope, receive))
             await response(scope, receive, send)
@@ -261,24 +270,24 @@ class JsonRoute(APIRoute):
         return self.get_route_handler()
 
     def entered(self, scope: Scope) -> AbstractContextManager[object]:
-        """What lasts as long as the request is here."""
-        # What is asked now is answered by this model, whatever takes its place meanwhile.
+        """Return a context manager that lasts as long as the request is served."""
+        # The model that is current now answers the request, even if a reload replaces it meanwhile.
         scope[RUNTIME] = scope["app"].state.lifecycle.current
         return nullcontext()
 
     def check_room(self, request: Request) -> None:
-        """Raises the error that says why no more can be taken."""
+        """Raise an EngineError if the queue has no room for the request. By default: never."""
 
 
 class RequestRoute(JsonRoute):
-    """A route whose requests ask the engine for something, until the response's last byte."""
+    """A route whose requests use the engine; they are in flight until their last byte."""
 
     ends_early = True
 
     def entered(self, scope: Scope) -> AbstractContextManager[object]:
         within = super().entered(scope)
         runtime: Runtime | None = scope[RUNTIME]
-        if runtime is None:  # which is going to be refused
+        if runtime is None:  # no model is loaded: the request will be refused
             return within
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
         inference = scope[INFERENCE] = runtime.begin(scope[ARRIVED], owner, least_priority)
@@ -289,7 +298,7 @@ class RequestRoute(JsonRoute):
 
 
 class InferenceRoute(RequestRoute):
-    """A route whose requests are work for the model, which has a queue."""
+    """A route whose requests run the model, and so need room in the request queue."""
 
     def check_room(self, request: Request) -> None:
         get_inference(request).check_room()

@@ -39,7 +39,8 @@ from service.settings import Settings
 
 router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
-# Nothing else ends the answer of a model without a context limit that never ends its turn.
+# The default of max_tokens. A recurrent model has no context limit, so nothing else would end the
+# answer of a model that never ends its turn.
 DEFAULT_TOKENS = 1024
 SAMPLING = (
     "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -55,7 +56,7 @@ async def chat_completions(
     inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
-    """Answers a conversation, as OpenAI's API does. 400 for a model without a chat template."""
+    """Answer a conversation, as OpenAI's API does. 400 for a model without a chat template."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check(body)
     tasks = await _tasks(body, runtime, inference, check)
@@ -82,14 +83,14 @@ def _check(body: ChatRequest) -> None:
 async def _tasks(
     body: ChatRequest, runtime: Runtime, inference: InferenceRequest, check: RequestCheck
 ) -> list[GenerationTask]:
-    """One task per choice."""
+    """Return one task for each choice."""
     settings, info = runtime.settings, runtime.info
     n = body.n or 1
     check_count("n", n, settings.max_n, "samples of one conversation")
     inference.reserve(n)
     fields = _fields(body, settings, info)
     [common] = await read_common(fields, 1, runtime, inference, check, times=n)
-    params, end_id = common.params, runtime.chat.end_id  # which ends a turn
+    params, end_id = common.params, runtime.chat.end_id  # the token that ends a turn
     if not (end_id is None or end_id in info.eos_token_ids or body.ignore_eos):
         params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
     ids = await read_messages(body, body.messages, runtime.chat, info)
@@ -119,7 +120,7 @@ async def _tasks(
 
 
 def _fields(body: ChatRequest, settings: Settings, info: ModelInfo) -> dict[str, list[Any]]:
-    """What `read_common` reads, with the names and defaults of chat."""
+    """Return the columns for `read_common`, from chat's field names and with chat's defaults."""
     fields = fields_of(body, (*COMMON, *SAMPLING))
     most = body.max_completion_tokens or body.max_tokens
     fields["max_tokens"] = [min(DEFAULT_TOKENS, settings.max_tokens) if most is None else most]
@@ -130,7 +131,7 @@ def _fields(body: ChatRequest, settings: Settings, info: ModelInfo) -> dict[str,
 
 
 class _View(OpenAIView):
-    """Answers as OpenAI's API shows them."""
+    """Renders answers in the format of OpenAI's chat API."""
 
     def __init__(
         self, body: ChatRequest, runtime: Runtime, tasks: list[GenerationTask], answer_id: str
@@ -140,7 +141,7 @@ class _View(OpenAIView):
         self._body = body
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         outputs = [outcome.output for outcome in outcomes]
         return {
             **self._head,
@@ -168,12 +169,12 @@ class _View(OpenAIView):
         return {**choice, **error_body(error)}
 
     def render(self, index: int, output: OutputText, pieces: list[Piece]) -> bytes:
-        """Events for one choice's new pieces."""
+        """Return the events for one choice's new pieces."""
         groups = grouped(pieces, self._tasks[index].interval)
         return b"".join([self._chunk(index, output, group) for group in groups])
 
     def _is_plain(self, index: int) -> bool:
-        return index in self._begun  # the first event has the role
+        return index in self._begun  # the first event differs: it tells the role
 
     def _plain_choice(self, index: int, text: str) -> dict[str, Any]:
         return {
@@ -218,7 +219,7 @@ class _View(OpenAIView):
         }
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
-        assert self._tokenizer is not None  # nobody reads messages without one
+        assert self._tokenizer is not None  # messages cannot be read without one
         return {
             "token": self._tokenizer.name(token),
             "logprob": max(logprob, LEAST_LOGPROB),

@@ -61,7 +61,7 @@ async def completions(
     inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
-    """Continues prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
+    """Continue prompts, as OpenAI's API does. Choice `i * n + j` is sample j of prompt i."""
     check_model(body.model, runtime.model_name, runtime.info)
     n = body.n or 1
     draws = body.best_of or n
@@ -100,11 +100,11 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
     check_same_most(body.max_tokens, body.max_completion_tokens)
     if body.session_id is not None:
         if draws > 1 or _is_many(body.prompt):
-            raise invalid("session_id", "allowed with one prompt and n and best_of 1 only")
+            raise invalid("session_id", "allowed with one prompt, n 1 and best_of 1 only")
         if body.echo and body.logprobs is not None:
-            raise invalid("session_id", "allowed without the log-probabilities of an echo only")
+            raise invalid("session_id", "not allowed together with both echo and logprobs")
     if body.return_state and draws > n:
-        raise invalid("return_state", "allowed with best_of null or n only")
+        raise invalid("return_state", f"allowed with best_of null or n ({n}) only")
 
 
 def _is_many(prompt: Any) -> bool:
@@ -118,11 +118,11 @@ async def _tasks(
     check: RequestCheck,
     draws: int,
 ) -> list[GenerationTask]:
-    """One task per sample, `draws` of each prompt."""
+    """Return one task for each sample: `draws` tasks for each prompt."""
     settings, info, tokenizer = runtime.settings, runtime.info, runtime.tokenizer
     n = body.n or 1
     states = {name: getattr(body, name) for name in STATES}
-    nothing: Any = [] if body.state or body.session_id else None  # stands for a null prompt
+    nothing: Any = [] if body.state or body.session_id else None  # the meaning of a null prompt
     prompts: list[Any] = [nothing if body.prompt is None else body.prompt]
     if prompts == [None]:
         prompts = [end_of_text("prompt", info)]
@@ -138,7 +138,7 @@ async def _tasks(
     if body.max_tokens is None:
         fields["max_tokens"] = [body.max_completion_tokens]
     if draws > n and body.logprobs is None:
-        fields["logprobs"] = [0]  # to choose by
+        fields["logprobs"] = [0]  # best_of chooses by them
     times = len(prompts) * draws
     [common] = await read_common(fields, 1, runtime, inference, check, times=times)
     params = common.params
@@ -181,9 +181,12 @@ async def _tasks(
 
 
 def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams, frozenset[int]]:
-    """The same draw of one token, but the engine delivers it whatever it is; and the tokens that
-    end a text. Who scores a prompt by its echo counts on one token after it (lm-eval cuts the last
-    entry of the arrays off)."""
+    """Return parameters with which the engine delivers the sampled token even if it ends the text,
+    and the tokens that end the text.
+
+    Clients that score a prompt by its echo rely on exactly one token after it: lm-eval cuts off the
+    last entry of the arrays.
+    """
     ends = set(params.stop_token_ids)
     if not params.ignore_eos:
         ends.update(info.eos_token_ids)
@@ -192,14 +195,14 @@ def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams,
 
 
 class _View(OpenAIView):
-    """Answers as OpenAI's API shows them."""
+    """Renders answers in the format of OpenAI's completions API."""
 
     def __init__(
         self, body: CompletionRequest, runtime: Runtime, tasks: list[GenerationTask], answer_id: str
     ) -> None:
         super().__init__(body, runtime, tasks, answer_id, "text_completion", body.n or 1)
         self._body = body
-        # Texts of the prompts, where they are part of the answers.
+        # Texts of the prompts, with echo.
         self._echoes: list[str] = []
         if body.echo and self._tokenizer:
             decode = self._tokenizer.decode_open
@@ -207,17 +210,17 @@ class _View(OpenAIView):
                 decode(task.prompt, begins=not task.use.goes_on) for task in tasks[:: self._draws]
             ]
             self._echoes = [text for text in texts for _ in range(self._draws)]
-        self._echoed: set[int] = set()  # choices whose prompt has been streamed as text
+        self._echoed: set[int] = set()  # choices whose prompt has been streamed
 
     def response(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        """The answer that is not streamed, but for its usage."""
+        """Return the body of an answer that is not streamed, without its usage."""
         choices = render_each(len(outcomes), lambda i: self._whole(i, outcomes[i]), self._failed)
         return {**self._head, "choices": choices}
 
     def render(
         self, index: int, output: OutputText, pieces: list[Piece]
     ) -> bytes | Coroutine[Any, Any, bytes]:
-        """Events for one choice's new pieces; where the prompt is echoed, one for it before."""
+        """Return the events for one choice's new pieces; with echo, first one for the prompt."""
         prompt = self._tasks[index].prompt
         if not self._body.echo or index in self._echoed:
             return self._frames(index, output, pieces)
@@ -260,7 +263,7 @@ class _View(OpenAIView):
         return choice
 
     def _chunk(self, index: int, output: OutputText, group: list[Piece]) -> bytes:
-        """One event: some pieces, or (none) the echoed prompt."""
+        """Return one event: a group of pieces, or the echoed prompt if the group is empty."""
         last = group[-1] if group else None
         choice = self._choice(
             index,

@@ -1,4 +1,4 @@
-"""POST /v1/generate."""
+"""POST /v1/generate: continue a batch of prompts, each with its own parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
 ONE_FOR_ALL = {"prompts", "model", "parse_special", "stream", "stream_interval"}
 PER_PROMPT = GenerateRequest.model_fields.keys() - ONE_FOR_ALL
-LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists: see PerPromptList
+LISTS = ("stop", "stop_token_ids", "cache_points")  # parameters that are lists (PerPromptList)
 
 
 @router.post("/v1/generate", responses=statuses(GenerateResponse, streams=True))
@@ -44,8 +44,8 @@ async def generate(
     inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
-    """Continues a batch of prompts. With `stream`, server-sent events, one per token, each tagged
-    with its prompt's `index`; the last one of an index has its `finish_reason` and `usage`."""
+    """Continue a batch of prompts. With `stream` the answer is server-sent events, each with the
+    `index` of its prompt; the last event of a prompt has its `finish_reason` and `usage`."""
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     inference.reserve(len(body.prompts))
@@ -87,7 +87,8 @@ async def _tasks(
         sessions = [one for one in states.get("session_id", ()) if one is not None]
         if len(set(sessions)) < len(sessions):
             raise invalid(
-                "session_id", "names one session for several prompts; allowed: one turn each"
+                "session_id",
+                "several prompts name the same session; allowed: one prompt for each session",
             )
     common = await read_common(
         columns, count, runtime, inference, check, name=lambda i, field: _path(body, field, i)
@@ -134,7 +135,7 @@ async def _tasks(
 
 
 def _path(body: GenerateRequest, field: str, i: int) -> str:
-    """What errors call the field of prompt `i`."""
+    """Return the name of a field of prompt `i` for error messages, such as `seed[3]`."""
     value = getattr(body, field)
     each = isinstance(value, list) and len(value) == len(body.prompts)
     if field in LISTS:
@@ -143,13 +144,16 @@ def _path(body: GenerateRequest, field: str, i: int) -> str:
 
 
 def _column(value: Any, name: str, prompts: int) -> list[Any]:
-    """A parameter's value for each prompt."""
+    """Return a parameter's value for each prompt. Raises ApiError 400 for a wrong number."""
     if not isinstance(value, list):
         return [value] * prompts
     if name in LISTS and not any(item is None or isinstance(item, list) for item in value):
         return [value] * prompts
     if len(value) != prompts:
-        raise invalid(name, f"has {len(value)} values for {prompts} prompts")
+        raise invalid(
+            name,
+            f"has {len(value)} values for {prompts} prompts; allowed: one value, or one per prompt",
+        )
     return list(value)
 
 

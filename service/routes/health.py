@@ -1,5 +1,7 @@
-"""GET /health: the server is alive. GET /ready: it takes requests. HEAD, as many probes ask, is
-answered as GET; the server sends no body then."""
+"""GET /health: whether the server is alive. GET /ready: whether it takes requests.
+
+HEAD requests, which many probes send, get the same answer without its body.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"model": ErrorBody}}
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=UNAVAILABLE)
 async def health(lifecycle: CurrentLifecycle) -> Response:
-    """200 while a model loads, and afterwards as long as the engine's loop turns."""
+    """200 while a model loads, and afterwards as long as the engine answers; 503 if it does not."""
     if lifecycle.state == "failed":
         lifecycle.check_ready()
     if lifecycle.state not in ("loading", "restarting"):
@@ -30,6 +32,6 @@ async def health(lifecycle: CurrentLifecycle) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=UNAVAILABLE)
 async def ready(lifecycle: CurrentLifecycle) -> Response:
-    """200 when the model is loaded and the server is not shutting down."""
+    """200 when the model is loaded and the server is not shutting down; else 503."""
     lifecycle.check_ready()
     return JSONResponse({"status": lifecycle.state})

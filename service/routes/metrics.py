@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus' text exposition."""
+"""GET /metrics: all metrics in Prometheus' text exposition format."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ router = APIRouter(tags=["operation"])
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", response_class=Response, responses={503: {"model": ErrorBody}})
 async def metrics(lifecycle: Annotated[Lifecycle, Depends(get_lifecycle)]) -> Response:
-    """All series, those of the server's other processes added. 503 where these cannot be asked."""
+    """All metrics, summed over the server's processes. 503 if the other processes do not answer."""
     return Response(await lifecycle.exposition(), headers={"content-type": CONTENT_TYPE})

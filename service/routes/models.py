@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that is served, in OpenAI's shape."""
+"""GET /v1/models: the one model that is served, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 @router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models", responses={200: {"model": ModelList}, "5XX": {"model": ErrorBody}})
 async def list_models(runtime: CurrentRuntime) -> Response:
-    """Every model that requests may name."""
+    """List the models that requests may name: there is one."""
     return JSONResponse({"object": "list", "data": [_describe(runtime)]})
 
 
 @router.head("/v1/models/{model:path}", include_in_schema=False)
 @router.get("/v1/models/{model:path}", responses=statuses(ModelCard))
 async def get_model(model: str, runtime: CurrentRuntime) -> Response:
-    """One model."""
+    """Describe one model."""
     check_model(model, runtime.model_name, runtime.info)
     return JSONResponse(_describe(runtime))
 

@@ -1,4 +1,4 @@
-"""What answers of OpenAI's two endpoints share: head, events, the usage at the end."""
+"""Base of the renderers of OpenAI's two endpoints: common fields, events, the last usage chunk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from service.schemas.openai import OpenAIRequest
 
 
 class OpenAIView(ABC):
-    """One answer. `kind` is the `object` that it and its events are; `draws` how many choices each
-    prompt has."""
+    """Renders one answer, streamed or not, in OpenAI's format."""
 
     def __init__(
         self,
@@ -28,6 +27,14 @@ class OpenAIView(ABC):
         kind: str,
         draws: int,
     ) -> None:
+        """Prepare an answer.
+
+        Args:
+            tasks: One for each choice.
+            answer_id: The `id` of the answer and of its events.
+            kind: The `object` of the answer and of its events.
+            draws: Choices of each prompt.
+        """
         self._options = body.stream_options or StreamOptions()
         self._ids = bool(body.return_token_ids)
         self._tokenizer = runtime.tokenizer
@@ -43,13 +50,14 @@ class OpenAIView(ABC):
         self._parts = None if runtime.parts is None else runtime.parts.texts
 
     def last(self, outputs: list[OutputText]) -> bytes:
-        """The usage chunk, where it is asked for."""
+        """Return the usage chunk at a stream's end, or b"" if the client did not ask for it."""
         if not self._options.include_usage:
             return b""
         return event({**self._head, "choices": [], "usage": total_usage(outputs, self._draws)})
 
     def template(self, index: int) -> Template | None:
-        """Of a choice's events to come, where only the text in them is new."""
+        """Return a template of a choice's further events, or None if they differ in more than
+        their text."""
         if self._parts is None or self._ids or self._options.continuous_usage_stats:
             return None
         if not self._is_plain(index):
@@ -58,11 +66,11 @@ class OpenAIView(ABC):
 
     @abstractmethod
     def _is_plain(self, index: int) -> bool:
-        """Whether a choice's next event is one like all that follow."""
+        """Whether a choice's next event has the same form as all that follow."""
 
     @abstractmethod
     def _plain_choice(self, index: int, text: str) -> dict[str, Any]:
-        """A choice in an event that tells of nothing but text."""
+        """Return the choice of an event that holds nothing but text."""
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         content = {**self._head, "choices": [choice]}

@@ -1,4 +1,4 @@
-"""GET /: the playground, a page to try the model with; its files lie below /playground/."""
+"""GET /: the playground, a page to try the model; its files are below /playground/."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ METHODS = ["GET", "HEAD"]
 
 @router.api_route("/", methods=METHODS)
 async def page(request: Request) -> Response:
-    """The page."""
+    """Return the playground page."""
     return answer(request, assets()[PAGE])
 
 
 @router.api_route(FOLDER_PATH + "{name}", methods=METHODS)
 async def file(name: str, request: Request) -> Response:
-    """One of the files that the page names; 404 for all others."""
+    """Return one of the playground's files; 404 for other names."""
     asset = assets().get(name) if name != PAGE else None
     if asset is None:
         raise ApiError(404, f"no such path: {FOLDER_PATH}{name}", code="not_found")
@@ -27,7 +27,7 @@ async def file(name: str, request: Request) -> Response:
 
 
 def answer(request: Request, asset: Asset) -> Response:
-    """A file, or that the browser has it already."""
+    """Return a file, or 304 if the browser has this version already."""
     if _is_known(request.headers.get("if-none-match", ""), asset.etag):
         headers = {name: value for name, value in asset.headers.items() if name != "content-type"}
         return Response(status_code=304, headers=headers)
@@ -37,6 +37,6 @@ def answer(request: Request, asset: Asset) -> Response:
 
 
 def _is_known(given: str, etag: str) -> bool:
-    """Whether If-None-Match names `etag`, which proxies may have made a weak one."""
+    """Whether an If-None-Match header names `etag`, also as the weak one that proxies make."""
     tags = [tag.strip().removeprefix("W/") for tag in given.split(",")]
     return etag in tags or given.strip() == "*"

@@ -1,4 +1,4 @@
-"""GET /docs: the API's reference, to read and to try; its files lie below /docs/."""
+"""GET /docs: the API reference (Swagger UI); its files are below /docs/."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ router = APIRouter(include_in_schema=False)
 
 @router.api_route(PATH, methods=METHODS)
 async def page(request: Request) -> Response:
-    """The page."""
+    """Return the reference page."""
     return answer(request, assets()[PAGE])
 
 
 @router.api_route(FOLDER_PATH + "{name}", methods=METHODS)
 async def file(name: str, request: Request) -> Response:
-    """One of the files that the page names; 404 for all others."""
+    """Return one of the reference's files; 404 for other names."""
     asset = assets().get(name) if name != PAGE else None
     if asset is None:
         raise ApiError(404, f"no such path: {FOLDER_PATH}{name}", code="not_found")

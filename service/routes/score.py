@@ -45,18 +45,18 @@ router = APIRouter(route_class=InferenceRoute, tags=["inference"])
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Tokens, of which those from `start` on are scored."""
+    """Token ids to score from index `start` on."""
 
     tokens: array[int]
     start: int = 1
-    shared: bool = False  # other tasks begin with the same tokens before `start`: read them once
+    shared: bool = False  # other tasks have the same tokens before `start`: read them once
     use: StateUse = NO_STATES
-    text: str | None = None  # as the client gave it, where it did
+    text: str | None = None  # the client's text; None if the client sent token ids
 
 
 @dataclass(slots=True)
 class Scored:
-    """What came of a task: log-probabilities of its scored tokens, or what went wrong."""
+    """The result of a task: log-probabilities of its scored tokens, or an error."""
 
     scores: list[TokenLogprobs] = field(default_factory=list)
     error: EngineError | None = None
@@ -70,11 +70,12 @@ async def score(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     inference: Annotated[InferenceRequest, Depends(get_inference)],
 ) -> Response:
-    """Scores `texts` from their second token on (after a `state` from the first), or, for `items`,
-    every token of each continuation after its context: its tokens are those that both have
-    together, and white space at the context's end is the continuation's. An empty context stands
-    for what the tokenizer puts before a text, or else for the end-of-text token, where the model
-    has one and there is no `state`."""
+    """Return log-probabilities of `texts`, or of continuations of contexts (`items`).
+
+    A text is scored from its second token on, or from its first token after a `state`. Every token
+    of a continuation is scored. Context and continuation are tokenised together, and white space at
+    the context's end belongs to the continuation. Without a `state`, an empty context stands for
+    the tokens that the tokenizer puts before a text, or else for the model's end-of-text token."""
     check_model(body.model, runtime.model_name, runtime.info)
     timeout = read_timeout(body.timeout, runtime.settings)
     priority = read_priority(body.priority, inference.least_priority)
@@ -128,7 +129,7 @@ async def _text_tasks(
             runtime.tokenizer,
             runtime.info,
             begins=use.begins,
-            ends=use.keep is None,  # else something may follow it
+            ends=use.keep is None,  # a kept state may be continued, so its text has no end
         )
         check_points(use, len(tokens))
         size.add_prompt(len(tokens))
@@ -156,7 +157,7 @@ async def _item_tasks(
     inference: InferenceRequest,
     timeout: float,
 ) -> list[Task]:
-    """One task per continuation, items one after the other."""
+    """Return one task for each continuation, item by item."""
     if body.return_state:
         raise invalid("return_state", "allowed with texts only")
     total = sum(len(item.continuations) for item in items)
@@ -187,7 +188,7 @@ async def _item_tasks(
 async def _run(
     inference: InferenceRequest, tasks: list[Task], timeout: float, priority: int
 ) -> list[Scored]:
-    """Every task's scores. Raises EngineError where no task was served."""
+    """Return every task's scores. Raises EngineError if no task was served."""
     scored = [Scored() for _ in tasks]
     # A text of one token has nothing to score.
     submitted = [
@@ -200,7 +201,7 @@ async def _run(
     failed = 0
     contexts = [pack_ids(tasks[i].tokens[: max(tasks[i].start - 1, 0)]) for i in submitted]
     points: Points = {}
-    if len(contexts) > 1:  # what is scored has to be read by each
+    if len(contexts) > 1:  # only tokens that are not scored can be shared
         points = shared_prefixes(
             (tasks[i].use.company, context)
             for i, context in zip(submitted, contexts, strict=True)
@@ -240,13 +241,13 @@ async def _run(
 
 
 def _shortfall(finished: Finished, scored: int, task: Task) -> EngineError | None:
-    """Why a task ended without all of its scores; None where it has them."""
+    """Return why a task ended without all of its scores, or None if it has them."""
     wanted = max(len(task.tokens) - task.start, 0)
     if scored == wanted:
         return None
     progress = f"{scored} of {wanted} tokens were scored"
     if finished.reason == "timeout":
-        return TimedOut(f"the request's time was over; {progress}")
+        return TimedOut(f"the request timed out; {progress}")
     return Draining(f"the server is shutting down; {progress}")
 
 
@@ -275,7 +276,7 @@ def _text_result(index: int, task: Task, one: Scored, runtime: Runtime) -> dict[
 
 
 def _scored_bytes(task: Task, tokenizer: Tokenizer | None) -> int:
-    """Of the text that the scored tokens stand for."""
+    """Return the UTF-8 bytes of the scored tokens' text; 0 without a tokenizer."""
     if tokenizer is None:
         return 0
     before, scored = task.tokens[: task.start], task.tokens[task.start :]
@@ -285,8 +286,10 @@ def _scored_bytes(task: Task, tokenizer: Tokenizer | None) -> int:
 
 
 def _perplexity(total: float, count: int) -> float | None:
-    """exp of the mean negative log-probability; None for no tokens, or where a float is too small
-    to hold it."""
+    """Return exp of the mean negative log-probability.
+
+    None without tokens, or if the value is too large for a float.
+    """
     mean = -total / count if count else math.inf
     return math.exp(mean) if mean < 709 else None
 

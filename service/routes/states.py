@@ -1,6 +1,6 @@
-"""/v1/states: kept states as objects: made, looked at, listed, forked, taken away and brought back.
+"""/v1/states: create, read, list, fork, delete, download and import kept states.
 
-Everybody sees the states of their own key's name, and no others.
+Requests see the states of their own API key's name only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ making = APIRouter(route_class=InferenceRoute, tags=["states"])
 router = APIRouter(route_class=RequestRoute, tags=["states"])
 
 CurrentFlight = Annotated[InferenceRequest, Depends(get_inference)]
-StatePath = Annotated[str, Path(description="a state's id")]
+StatePath = Annotated[str, Path(description="The state's id.")]
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 FILE: dict[str, Any] = {"content": {"application/octet-stream": BINARY}}
 ERRORS = {status: told for status, told in statuses(KeptState).items() if status != 200}
@@ -61,8 +61,8 @@ async def create(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     inference: CurrentFlight,
 ) -> Response:
-    """Reads a prompt, after a `state` if one is named, and keeps the state that it leaves: under
-    `id` in place of what was there, or under a new one."""
+    """Read a prompt and keep the state after it. With `state` the prompt continues that state. The
+    new state is kept under `id`, where it replaces what was there, or under a new id."""
     check_model(body.model, runtime.model_name, runtime.info)
     inference.reserve(1)
     timeout = read_timeout(body.timeout, runtime.settings)
@@ -84,7 +84,8 @@ async def create(
     export = body.return_state == "snapshot"
     if export and body.ttl is not None and body.id is None:
         raise invalid("ttl", "allowed with an id only, where return_state is snapshot")
-    # Where the id is another engine's than the state's, the new state goes there in the end.
+    # If the id belongs to another engine than the source state, the new state moves there at the
+    # end.
     apart = bool(body.id and use.source) and inference.keeps_apart(use.source, body.id or "")
     id = "" if apart else body.id or ""
     store = bool(body.id) or not export
@@ -102,7 +103,7 @@ async def create(
     )
     finished = await unless_client_leaves(request.scope, request.receive, read_whole(inference))
     if apart and finished.state is not None:
-        inference.borrow(finished.state.id)  # should it not get there
+        inference.borrow(finished.state.id)  # deletes it if the move fails
         moved = await inference.ask_state(
             "move", id=finished.state.id, target=body.id, ttl=body.ttl
         )
@@ -118,10 +119,10 @@ async def create_of_text(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     inference: CurrentFlight,
 ) -> Response:
-    """As `POST /v1/states`, of a text that is the body, in UTF-8 and of up to `max_text_bytes`; 415
-    for types that are none (forms, JSON) and other charsets. It is read piece by piece while it
-    comes. What was kept under `id` before stays until all of it has
-    been read."""
+    """Read a long text, the request's body, into a kept state. The body is UTF-8 text of up to
+    `max_text_bytes`, read piece by piece while it arrives; other content types (forms, JSON) and
+    charsets are answered with 415. A state that was kept under `id` before stays until the whole
+    text has been read."""
     request.check_type(TEXT_TYPES)
     priority = read_priority(query.priority, inference.least_priority)
     body = Upload(request.scope, request.receive, runtime.settings.max_body_bytes)
@@ -137,8 +138,8 @@ async def import_state(
     query: Annotated[StateQuery, Query()],
     inference: CurrentFlight,
 ) -> Response:
-    """Keeps a state that was downloaded: the body is the file. 400 with the reason for what is no
-    state of this model."""
+    """Keep a state that was downloaded. The body is the file; 400 if it is not a state of this
+    model."""
     reply = await inference.ask_state(
         "import", content=content, target=query.id or "", ttl=query.ttl
     )
@@ -147,8 +148,8 @@ async def import_state(
 
 @router.get("/v1/states", responses=statuses(StateList))
 async def list_states(query: Annotated[ListQuery, Query()], inference: CurrentFlight) -> Response:
-    """The states of the key's name, in order of their ids, a page at a time. To be listed is no
-    use: it does not put their end off."""
+    """List the states of the API key's name in the order of their ids, a page at a time. Listing
+    does not count as a use: it does not extend a state's lifetime."""
     reply = await inference.ask_state("list", id=query.after or "", limit=query.limit)
     ids = [info.id for info in reply.states]
     return JSONResponse(
@@ -164,13 +165,13 @@ async def list_states(query: Annotated[ListQuery, Query()], inference: CurrentFl
 
 @router.get("/v1/states/{id}", responses=statuses(KeptState))
 async def get_state(id: StatePath, inference: CurrentFlight) -> Response:
-    """One state."""
+    """Describe one state."""
     return _one(await inference.ask_state("get", id=id))
 
 
 @router.delete("/v1/states/{id}", responses=statuses(DeletedState))
 async def delete_state(id: StatePath, inference: CurrentFlight) -> Response:
-    """Forgets a state; 409 while a request is under way that will take its place."""
+    """Delete a state; 409 while a running request is going to replace it."""
     await inference.ask_state("delete", id=id)
     return JSONResponse({"id": id, "object": "state", "deleted": True})
 
@@ -181,8 +182,8 @@ async def fork_state(
     inference: CurrentFlight,
     body: Annotated[ForkRequest, Body()] = ForkRequest(),  # noqa: B008
 ) -> Response:
-    """The same state under another id, whatever becomes of the first one. It costs no work and no
-    memory for the state itself."""
+    """Keep the same state under another id, independent of the first one. It costs no computation
+    and no memory for the state itself."""
     return _one(await inference.ask_state("fork", id=id, target=body.id or "", ttl=body.ttl))
 
 
@@ -192,7 +193,7 @@ async def fork_state(
     responses={**ERRORS, 200: {**FILE, "description": "The file."}},
 )
 async def get_content(id: StatePath, inference: CurrentFlight) -> Response:
-    """A state as a safetensors file, which any server of the same model can import."""
+    """Download a state as a safetensors file, which any server of the same model can import."""
     reply = await inference.ask_state("export", id=id)
     name = f'attachment; filename="{reply.states[0].id.replace(":", "_")}.safetensors"'
     headers = {"content-disposition": name}

@@ -1,6 +1,6 @@
-"""POST /tokenize, /detokenize: the tokenizer alone, as the model reads and writes.
+"""POST /tokenize and POST /detokenize: the model's tokenizer alone.
 
-An answer holds at most `max_reports` tokens: it is kept whole, as one of log-probabilities is.
+An answer holds at most `max_reports` tokens, because it is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CurrentRuntime = Annotated[Runtime, Depends(get_runtime)]
 async def tokenize(
     body: Annotated[TokenizeRequest, Body(openapi_examples=TOKENIZE)], runtime: CurrentRuntime
 ) -> Response:
-    """The token ids of a text, or of a conversation."""
+    """Return the token ids of a text, or of a conversation."""
     check_model(body.model, runtime.model_name, runtime.info)
     param = "messages" if body.prompt is None else "prompt"
     tokenizer = _tokenizer(runtime, param)
@@ -61,7 +61,7 @@ async def tokenize(
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)], runtime: CurrentRuntime
 ) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     check_model(body.model, runtime.model_name, runtime.info)
     tokenizer, tokens = _tokenizer(runtime, "tokens"), body.tokens
     check_count("tokens", len(tokens), runtime.settings.max_reports, "tokens")

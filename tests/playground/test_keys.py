@@ -34,7 +34,7 @@ def test_a_key_is_asked_for_and_kept(open_page: Opened, guarded: tuple[str, str]
     assert page.evaluate("document.activeElement.id") == "key-value"
     page.keyboard.type("wrong-0123456789abcdef")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=the API key is not known here")
+    page.wait_for_selector("text=the API key is not valid")
     page.fill("#key-value", "ключ")
     page.keyboard.press("Enter")
     assert page.evaluate("document.querySelector('#key-value').validity.customError")

@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
                 error = answer.json()["error"]
                 assert (error["param"], error["code"]) == ("model", "checkpoint_error")
                 assert says in error["message"]
-                assert error["message"].endswith("; the model that was there goes on")
+                assert error["message"].endswith("; the present model keeps serving")
             assert served(client) == "good"
             assert client.post("/v1/generate", json=SHORT).json()["model"] == "good"
         assert not any("Traceback" in line for line in process.lines)
