@@ -1,1 +1,4 @@
-"""ASGI and uvicorn plumbing that knows no model: bodies, connections, errors, JSON."""
+"""HTTP plumbing below the endpoints, on ASGI and uvicorn: bodies, connections, errors, JSON.
+
+Nothing here depends on models or engines beyond `engine.errors`.
+"""

@@ -1,4 +1,7 @@
-"""Bodies over the limit: 413, at once where their length is announced, else once more has come."""
+"""BodyLimit: answers 413 to request bodies over a size limit.
+
+A body with a content-length is refused at once, others when more than the limit has arrived.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ from service.http.errors import ApiError, respond
 from service.http.scope import CONNECTION, REFUSAL, discard, header
 from service.http.slashes import plain
 
-MOST_DIGITS = 18  # of a length that anybody means
+MOST_DIGITS = 18  # of a content-length; longer ones count as too large without being parsed
 
 
 class BodyLimit:
-    """Answers 413 to a body over `max_bytes`; `others` are the limits of paths that have their
-    own."""
+    """ASGI middleware that answers 413 to request bodies over a size limit."""
 
     def __init__(
         self,
@@ -24,6 +26,7 @@ class BodyLimit:
         max_bytes: int,
         others: Mapping[str, Callable[[], int]] | None = None,
     ) -> None:
+        """`max_bytes`: the limit of all paths but `others`, which have limits of their own."""
         self.app = app
         self.max_bytes = max_bytes
         self._others = others or {}
@@ -37,13 +40,13 @@ class BodyLimit:
         is_known = announced.isdecimal()
         is_large = is_known and (len(announced) > MOST_DIGITS or int(announced) > most)
         if is_known and not is_large and CONNECTION in scope:
-            return await self.app(scope, receive, send)  # httptools lets no more of it come
+            return await self.app(scope, receive, send)  # httptools ends the body at its length
         received = 0
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
-            if REFUSAL in scope:  # a part that is no chunk: what has come is not the body
+            if REFUSAL in scope:  # the chunked coding is broken, so the body is incomplete
                 raise scope[REFUSAL]
             received += len(message.get("body", b""))
             if received > most:
@@ -63,8 +66,8 @@ class BodyLimit:
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
-        """Sends the last message of an answer, but reads the body's rest before it is the last."""
-        await send({**message, "more_body": True})  # a client may wait for it before it sends more
+        """Send the last part of an answer, read the rest of the request's body, end the answer."""
+        await send({**message, "more_body": True})  # some clients wait for it before they send more
         await discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,10 +1,10 @@
-"""What the server's own connection can do for a request beyond ASGI.
+"""Connection: writes to and watches a request's connection more cheaply than ASGI allows.
 
-ASGI's `receive` and `send` are coroutines: to hear of a client that leaves takes a task for each
-request, and whoever writes a chunk is a task, which the event loop has to wake for it. uvicorn's
-protocol, which is ours in part (`service.http.uvicorn_protocol`, which also lists what is used of
-uvicorn's inside), knows of both without. Under another server, or where h11 stands in for
-httptools, requests have no Connection and ASGI has to do.
+ASGI's `receive` and `send` are coroutines. With them, noticing that a client disconnects takes one
+task per request, and each written chunk takes a wake-up of a task. A Connection does both without a
+task, through uvicorn's protocol object (`service.http.uvicorn_protocol` extends it and lists the
+parts of uvicorn's internals that are used). Requests have no Connection under another server or
+where h11 replaces httptools; then ASGI is used.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 try:
     from uvicorn.protocols.http.httptools_impl import STATUS_LINE
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle as RequestResponseCycle
-except ImportError:  # httptools is not there, as on other systems than Linux
+except ImportError:  # httptools is not installed on systems other than Linux
     RequestResponseCycle = None  # type: ignore[assignment, misc]
 
-# In an http.response.start: the first part of the body, which leaves in one piece with the head.
-# As in an http.response.body, "more_body" says whether that was all. Such a message is for requests
-# in whose scope it stands too: what wraps their answers does not wait for a body of its own.
+# A key of an http.response.start message: the first part of the body, which is written in one piece
+# with the head. "more_body" then says whether more parts follow, as in an http.response.body. Only
+# requests with this key in their scope may be answered so: their middleware knows of it.
 FIRST = "minserve.first"
 
 LAST_CHUNK = b"0\r\n\r\n"
-_as_line = b"%b: %b\r\n".__mod__  # of a header, its name and value
+_as_line = b"%b: %b\r\n".__mod__  # takes a header: (name, value)
 
 
 def _as_lines(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Raises ValueError where one is more than a line."""
+    """Return headers as lines. Raises ValueError for a header with a line break in it."""
     lines = b"".join(map(_as_line, headers))
     if not lines.count(b"\r") == lines.count(b"\n") == len(headers):
         raise ValueError(f"a header has a line break: {headers}")
@@ -47,14 +47,17 @@ def _as_lines(headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 class _DefaultLines:
-    """Of the headers that uvicorn has for all answers of a second, in one list."""
+    """The lines of uvicorn's default headers, rendered again only when uvicorn makes a new list.
+
+    It makes one each second, for the date.
+    """
 
     def __init__(self) -> None:
         self._headers: list[tuple[bytes, bytes]] = []
         self._lines = b""
 
     def of(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """As `_as_lines`; the list does not change."""
+        """Return headers as lines. The list must not be changed afterwards."""
         if headers is not self._headers:
             self._headers, self._lines = headers, _as_lines(headers)
         return self._lines
@@ -64,7 +67,7 @@ _default_lines = _DefaultLines()
 
 
 class Writer:
-    """Writes the rest of a chunked response whose head has been sent, past `send`."""
+    """Writes the rest of a chunked response straight to the transport, after its head was sent."""
 
     __slots__ = ("_connection", "_cycle", "_flow", "_write")
 
@@ -75,31 +78,31 @@ class Writer:
         self._write = cycle.transport.write
 
     def is_open(self) -> bool:
-        """Whether a part can be written now.
+        """Whether a part can be written now; if not, use `send`.
 
-        False where it would have to wait for the client, or is pointless: `send` then knows what to
-        do. Within one iteration of the event loop nothing but a write changes that.
+        False if the write would have to wait for the client, the client has disconnected or the
+        response has ended. Within one iteration of the event loop only a write changes that.
         """
         cycle = self._cycle
         return not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
 
     def write(self, data: bytes) -> None:
-        """Writes the next part of the body; b"" writes nothing."""
-        if data:  # as _chunk, which every delivery to a stream would call
+        """Write the next part of the body; b"" writes nothing."""
+        if data:  # _chunk, inlined: this runs for every delivery to a stream
             self._write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end(self, data: bytes) -> None:
-        """Writes the last part of the body and ends the response."""
+        """Write the last part of the body and end the response."""
         self._write(_chunk(data) + LAST_CHUNK)
         self._connection.end()
 
 
 class Connection:
-    """What one request can do with the connection that it came by. Made by `connect`."""
+    """The connection of one HTTP/1.1 request, made by `connect`: writes, and watches the client."""
 
     __slots__ = ("_cycle", "_protocol", "_send")
 
-    knows_chunks = True  # the client does: a body without a length can be sent in them
+    knows_chunks = True  # whether the client understands the chunked transfer coding
 
     def __init__(self, protocol: HttpProtocol, cycle: Any, send: Send) -> None:
         self._protocol = protocol
@@ -107,11 +110,12 @@ class Connection:
         self._send = send
 
     async def send(self, message: Message) -> None:
-        """ASGI's `send` of the server, which takes a message with FIRST too.
+        """Send an ASGI message, which may have FIRST.
 
-        What wraps it looks at the start of a response only, so that the rest can go straight here.
-        Waits for a client that reads slowly; does nothing once the client has left. Raises
-        ValueError for a header with a line break and a body that is not as long as announced.
+        Middleware looks at the start of a response only, so the rest may bypass it. Waits for a
+        client that reads slowly, and does nothing once the client has disconnected. Raises
+        ValueError for a header with a line break and for a body whose length is not its
+        content-length.
         """
         if FIRST not in message:
             return await self._send(message)
@@ -120,7 +124,7 @@ class Connection:
             await cycle.flow.drain()
         if cycle.disconnected:
             return
-        # uvicorn has to know of some, and refuses a second answer.
+        # uvicorn logs accesses, sends no body for HEAD and refuses a second answer.
         if cycle.access_log or cycle.response_started or cycle.scope["method"] == "HEAD":
             for part in _parted(message):
                 await self._send(part)
@@ -128,9 +132,11 @@ class Connection:
             self._begin(message, message[FIRST], message["more_body"])
 
     def _begin(self, message: Message, body: bytes, more: bool) -> None:
-        """Writes head and first part of an answer that has a body. uvicorn's two pieces cost
-        several times as much; what it looks for in headers that nobody here sends (a coding of the
-        transfer, other words than close in `connection`) is left out."""
+        """Write the head and the first part of a body in one piece.
+
+        uvicorn writes two pieces, which costs several times as much. It also looks for headers that
+        the service never sends: a transfer-encoding, and values of `connection` other than close.
+        """
         cycle, headers = self._cycle, message["headers"]
         lines = _default_lines.of(cycle.default_headers) + _as_lines(headers)
         by_name = dict(headers)
@@ -154,7 +160,7 @@ class Connection:
             self.end()
 
     def end(self) -> None:
-        """Ends the response, of which everything has been written."""
+        """End the response after its last part has been written."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -164,23 +170,23 @@ class Connection:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the connection. To ask Python 3.11 for it takes a system call."""
+        """The event loop of the connection; asking asyncio costs a system call in Python 3.11."""
         loop: asyncio.AbstractEventLoop = self._protocol.loop
         return loop
 
     @property
     def has_body(self) -> bool:
-        """Whether the request's body has come whole, so that reading it will not wait."""
+        """Whether the whole request body has arrived, so that reading it does not wait."""
         return not self._cycle.more_body
 
     def watch(self, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """Has `on_lost` called when the client leaves; soon, where it has left already.
+        """Call `on_lost` when the client disconnects, or soon if it has already.
 
-        Returns the function that ends the watch. The body must have been read.
+        Returns the function that ends the watch. The request's body must have been read.
         """
 
         def lost() -> None:
-            # uvicorn tells it to the latest request of the connection alone.
+            # uvicorn sets this for the latest request of the connection only.
             self._cycle.disconnected = True
             on_lost()
 
@@ -192,9 +198,9 @@ class Connection:
         return partial(self._unwatch, lost)
 
     def watch_unread(self, on_lost: Callable[[], None]) -> Callable[[], None]:
-        """Watches as `watch` does, where more of the body may be to come.
+        """Watch as `watch` does, while more of the body may arrive.
 
-        `receive` tells of the client's end then too.
+        `receive` then reports the disconnect, too.
         """
 
         def lost() -> None:
@@ -208,21 +214,21 @@ class Connection:
         return partial(self._unwatch, lost)
 
     def await_end(self) -> Callable[[], None]:
-        """Cuts the connection when the client has sent its last, even if that has not been read.
+        """Abort the connection when the client closes its side, even with unread data before.
 
-        For the time in which the rest of the body is left to the kernel. Returns the function that
-        ends the watch.
+        For the time in which nobody reads the rest of the body. Returns the function that ends the
+        watch.
         """
         transport = self._cycle.transport
         return _Ends(self.loop, transport.get_extra_info("socket"), transport.abort).close
 
     def _unwatch(self, on_lost: Callable[[], None]) -> None:
-        # The next request of the connection may have begun its own watch.
+        # The next request of the connection may have started its own watch already.
         if self._protocol.on_lost is on_lost:
             self._protocol.on_lost = None
 
     def writer(self) -> Writer | None:
-        """The Writer of a response whose head has been sent; None where only `send` can write."""
+        """Return a Writer for a response whose head has been sent, or None if it is not chunked."""
         cycle = self._cycle
         if not cycle.chunked_encoding:
             return None
@@ -230,8 +236,10 @@ class Connection:
 
 
 class _Ends:
-    """Asks the kernel for the end of what a socket's other side sends, which an event loop does not
-    see while it reads nothing. Where the kernel cannot be asked, nothing is told."""
+    """Watches for the peer's close of a socket that the event loop does not read.
+
+    It uses epoll's EPOLLRDHUP; on systems without it, nothing is reported.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, handle: Any, on_end: Callable[[], None]
@@ -239,9 +247,9 @@ class _Ends:
         self._loop = loop
         self._on_end = on_end
         self._poll: Any = None
-        if not hasattr(select, "EPOLLRDHUP"):  # another system than Linux
+        if not hasattr(select, "EPOLLRDHUP"):  # not Linux
             return
-        with suppress(OSError, ValueError):  # the socket is closed, or there are no more files
+        with suppress(OSError, ValueError):  # the socket is closed, or no more files can be opened
             poll = select.epoll()
             try:
                 poll.register(handle.fileno(), select.EPOLLRDHUP)
@@ -252,11 +260,11 @@ class _Ends:
             self._poll = poll
 
     def _ended(self) -> None:
-        self.close()  # else it would be told again and again
+        self.close()  # else epoll would report it again and again
         self._on_end()
 
     def close(self) -> None:
-        """Asks no longer."""
+        """End the watch."""
         if self._poll is not None:
             self._loop.remove_reader(self._poll.fileno())
             self._poll.close()
@@ -264,8 +272,11 @@ class _Ends:
 
 
 class OldConnection(Connection):
-    """An HTTP/1.0 request's. Its client knows no chunks, in which uvicorn would send to it: a body
-    without a length ends with the connection (RFC 9112, 6.1 and 6.3)."""
+    """The connection of an HTTP/1.0 request, whose client does not know the chunked coding.
+
+    A body without a length ends with the connection (RFC 9112, 6.1 and 6.3); uvicorn would send it
+    in chunks.
+    """
 
     __slots__ = ("_ends_it",)
 
@@ -292,12 +303,13 @@ class OldConnection(Connection):
 
 
 def _chunk(data: bytes) -> bytes:
-    """As a body without a length has it, where an empty chunk is the last one."""
+    """Return data as one chunk of the chunked coding; b"" for no data, as an empty chunk ends a
+    body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
 def _parted(message: Message) -> Iterable[Message]:
-    """The two messages of ASGI that one with FIRST stands for."""
+    """Return the two standard ASGI messages for a message with FIRST."""
     head = dict(message)
     body, more = head.pop(FIRST), head.pop("more_body")
     return head, {"type": "http.response.body", "body": body, "more_body": more}
@@ -312,8 +324,10 @@ async def begin(
     *,
     more: bool = False,
 ) -> None:
-    """Sends an answer's head with the first part of its body, in one piece where the server can;
-    without `more` that is all of it."""
+    """Send an answer's head and the first part of its body, in one piece if the server can.
+
+    `more`: further parts follow; else this is the whole body.
+    """
     message = {"type": "http.response.start", "status": status, "headers": headers}
     message |= {FIRST: body, "more_body": more}
     if FIRST in scope:
@@ -323,8 +337,10 @@ async def begin(
 
 
 def connect(scope: Scope, send: Send) -> Send:
-    """Gives the request its Connection, where it has one; returns what is to be sent by. `send` is
-    the server's own."""
+    """Put the request's Connection into its scope, if there can be one; return the `send` to use.
+
+    `send`: the server's own.
+    """
     protocol = scope.pop(PROTOCOL, None)
     if protocol is not None and RequestResponseCycle is not None:
         cycle: Any = getattr(send, "__self__", None)

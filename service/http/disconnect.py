@@ -1,4 +1,4 @@
-"""Work that ends when its client goes away."""
+"""unless_client_leaves: cancels work for a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody reads an answer."""
+    """The client has closed the connection, so nobody reads the answer."""
 
 
 async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects: then raises
-    ClientGone. The request's body must have been read."""
+    """Run `work` and return its result; cancel it and raise ClientGone if the client disconnects.
+
+    The request's body must have been read.
+    """
     connection: Connection | None = scope.get(CONNECTION)
     task = asyncio.current_task(None if connection is None else connection.loop)
     assert task is not None
@@ -36,7 +38,7 @@ async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[A
     try:
         return await work
     except asyncio.CancelledError:
-        if left and not task.uncancel():  # else somebody else wants it to end as well
+        if left and not task.uncancel():  # else the task was cancelled by others, too
             raise ClientGone from None
         raise
     finally:
@@ -47,7 +49,7 @@ async def unless_client_leaves(scope: Scope, receive: Receive, work: Coroutine[A
 def _watch(
     connection: Connection | None, receive: Receive, on_lost: Callable[[], None]
 ) -> Callable[[], object]:
-    """Has `on_lost` called when the client leaves. Returns what ends that."""
+    """Call `on_lost` when the client disconnects. Returns the function that ends the watch."""
     if connection is not None:
         return connection.watch(on_lost)
 

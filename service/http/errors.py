@@ -1,6 +1,6 @@
-"""One table from engine errors to HTTP, and one shape for every error that a client can see.
+"""Error answers: the status of every engine error, and one format for all errors.
 
-{"error": {"message", "type", "param", "code"}}
+The format is OpenAI's: {"error": {"message", "type", "param", "code"}}.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ UNAVAILABLE = "service_unavailable_error"
 SERVER = "server_error"
 TIMEOUT = "timeout_error"
 
-# The most derived class of an error that stands here decides its status and type.
+# Status and type by error class; the most derived class of an error that is listed counts.
 ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     InvalidRequest: (400, INVALID),
     StateNotFound: (404, INVALID),
@@ -56,28 +56,31 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     StateQuota: (429, RATE_LIMIT),
     StateNotStored: (507, SERVER),
     StateError: (400, INVALID),
-    ReaderBehind: (408, TIMEOUT),  # told in streams alone, which have begun
+    ReaderBehind: (408, TIMEOUT),  # occurs only in streams, whose status has been sent before
     TimedOut: (504, TIMEOUT),
     QueueFull: (429, RATE_LIMIT),
     ReloadUnderWay: (409, INVALID),
     Draining: (503, UNAVAILABLE),
     Refused: (503, UNAVAILABLE),
     StepFailed: (500, SERVER),
-    EngineUnavailable: (503, UNAVAILABLE),  # also loading, dead
+    EngineUnavailable: (503, UNAVAILABLE),  # EngineLoading and EngineDead, too
     EngineError: (500, SERVER),
 }
 
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
-# Characters.
+# Longest texts in errors, in characters.
 MOST_MESSAGE, MOST_PARAM = 2000, 200
 
 T = TypeVar("T", str, str | None)
 
 
 class ApiError(HTTPException):
-    """An error as the client sees it."""
+    """An error with its HTTP status and the body that the client gets.
+
+    `code` defaults to `type`. Long messages are cut.
+    """
 
     def __init__(
         self,
@@ -97,17 +100,17 @@ class ApiError(HTTPException):
 
 
 def _clip(text: T, length: int) -> T:
-    """Text of the request that is told back can be as long as its body."""
+    """Cut a text that may quote the request, which can be as long as its body."""
     return text[:length] + "..." if text is not None and len(text) > length else text
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """400 for one parameter."""
+    """Return an ApiError 400 (`invalid_value`) about one parameter, which the message names."""
     return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """The client's view of an engine error."""
+    """Return the ApiError for an engine error; with Retry-After for 429 and 503."""
     status, kind = next(
         ENGINE_ERRORS[base] for base in type(error).__mro__ if base in ENGINE_ERRORS
     )
@@ -120,7 +123,10 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def parameter_path(location: Sequence[int | str]) -> str:
-    """`prompts[3]` for ("body", "prompts", 3, "<ids>"); tags of unions are left out."""
+    """Return the name of a parameter for a location of pydantic's, without tags of unions.
+
+    For example `prompts[3]` for ("body", "prompts", 3, "<ids>").
+    """
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -131,7 +137,7 @@ def parameter_path(location: Sequence[int | str]) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors, and how many more there are."""
+    """Return an ApiError 400 with the first of pydantic's errors and the number of others."""
     first = errors[0]
     param = parameter_path(first["loc"]) or None
     message = first["msg"]
@@ -150,7 +156,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Renders every error of the application in the one shape."""
+    """Install exception handlers that render every error of the application in one format."""
 
     async def engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
@@ -169,7 +175,7 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             message, code = f"no such path: {request.url.path}", "not_found"
         elif error.status_code == 405:
-            # The error knows of one route; a path can have several, of different methods.
+            # The exception knows one route, but a path can have several with different methods.
             allowed = ", ".join(sorted(methods_of(request)))
             message = f"{request.method} is not allowed on {request.url.path}; allowed: {allowed}"
             code, headers = "method_not_allowed", {"Allow": allowed}
@@ -182,13 +188,13 @@ def install(app: FastAPI) -> None:
 
 
 def unexpected(scope: Scope, error: Exception) -> Response:
-    """The answer to a request in which something went wrong that is no error of its own."""
+    """Log an unexpected exception and return the answer: 500, without details."""
     logger.error("unexpected error in request %s", scope[REQUEST_ID], exc_info=error)
     return respond(scope, ApiError(500, "internal error", type=SERVER))
 
 
 def methods_of(request: Request) -> set[str]:
-    """Those that the path of a request is there for."""
+    """Return the methods that the path of a request allows."""
     found: set[str] = set()
     for method in METHODS:
         scope = {**request.scope, "method": method}
@@ -198,9 +204,11 @@ def methods_of(request: Request) -> set[str]:
 
 
 def forget(error: BaseException) -> None:
-    """It has been dealt with: lets go of where it, and those that led to it, came by. Frames often
-    know the error that passes them: a circle, left to the garbage collector with all else that they
-    know."""
+    """Drop the tracebacks of a handled error and of the errors that caused it.
+
+    Frames in a traceback often refer to the error: a reference cycle, which would keep all their
+    objects until a garbage collection.
+    """
     met: set[int] = set()
     reasons: list[BaseException | None] = [error]
     while reasons:
@@ -212,23 +220,23 @@ def forget(error: BaseException) -> None:
 
 
 def respond(scope: Scope, error: ApiError) -> Response:
-    """The answer that tells an error; the request's scope has its code from now on."""
+    """Return the answer for an error, and store the error's code in the request's scope."""
     code = scope[ERROR_CODE] = error.body["error"]["code"]
     headers = dict(error.headers) if error.headers else {}
     if code != Draining.code:
         return JSONResponse(error.body, error.status_code, headers)
-    # Who tries again is to find another server.
+    # While draining, close the connection: a retry then reaches another server.
     return _LastResponse(error.body, error.status_code, {**headers, "Connection": "close"})
 
 
 class _LastResponse(JSONResponse):
-    """The last answer on its connection."""
+    """A JSON answer after which the connection is closed; the request's body is read before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection | None = scope.get(CONNECTION)
         if connection is None or connection.has_body:
             return await super().__call__(scope, receive, send)
         await begin(scope, send, self.status_code, self.raw_headers, bytes(self.body), more=True)
-        with suppress(ApiError):  # the rest is too large, or none
+        with suppress(ApiError):  # the rest of the body is too large or broken
             await discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

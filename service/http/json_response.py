@@ -1,4 +1,4 @@
-"""JSON and server-sent events as bytes; large answers are rendered beside the event loop."""
+"""JSON answers and server-sent events as bytes; large answers are rendered on a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.connection import begin
 
-# Numbers that are not finite become null: JSON has no word for them.
+# Numbers that are not finite become null, because JSON cannot hold them.
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
-# Answers of more tokens would hold the event loop up for milliseconds.
+# Rendering an answer of more tokens would block the event loop for milliseconds.
 TOKENS_AT_ONCE = 2048
 
 T = TypeVar("T")
@@ -24,17 +24,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event with this content as JSON."""
     return b"data: " + encode(content) + b"\n\n"
 
 
 class JSONResponse(Response):
-    """A JSON answer."""
+    """A JSON answer, sent in one piece with its head."""
 
     def __init__(
         self, content: Any, status_code: int = 200, headers: dict[str, str] | None = None
     ) -> None:
-        # As Starlette would, which takes longer for it than the content to be encoded.
+        # Sets what Starlette's constructor would set, which takes longer than the encoding.
         self.status_code = status_code
         self.background = None
         self.body = body = encode(content)
@@ -50,5 +50,5 @@ class JSONResponse(Response):
 
 
 async def render(tokens: int, work: Callable[[], T]) -> T:
-    """What `work` renders of so many tokens; on a thread where they are many."""
+    """Return the result of `work`, which renders `tokens` tokens; run it on a thread for many."""
     return work() if tokens <= TOKENS_AT_ONCE else await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Keys of the ASGI scope that carry the service's own objects; helpers for scope and receive."""
+"""Keys of the service's own objects in the ASGI scope, and helpers for scope and receive."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import asyncio
 from starlette.types import Receive, Scope
 
 REQUEST_ID = "minserve.request_id"
-ARRIVED = "minserve.arrived"  # by time.perf_counter
-KEY_NAME = "minserve.key_name"  # of the key that the client showed, where one is asked for
-LEAST_PRIORITY = "minserve.least_priority"  # the most urgent one that the key may ask for
-RUNTIME = "minserve.runtime"  # service.inference.runtime.Runtime that the request began with
-INFERENCE = "minserve.inference"  # the InferenceRequest of a request for the model
-ERROR_CODE = "minserve.error_code"  # of the error that the client got
-# service.http.uvicorn_protocol.HttpProtocol, until the request is taken on
+ARRIVED = "minserve.arrived"  # arrival time by time.perf_counter, in seconds
+KEY_NAME = "minserve.key_name"  # name of the client's API key; None if none is required
+LEAST_PRIORITY = "minserve.least_priority"  # the most urgent priority that the key allows
+RUNTIME = "minserve.runtime"  # the service.inference.runtime.Runtime of the request
+INFERENCE = "minserve.inference"  # the InferenceRequest of a request that uses the engine
+ERROR_CODE = "minserve.error_code"  # code of the error that the client got
+# The service.http.uvicorn_protocol.HttpProtocol, until FastRouter takes it out
 PROTOCOL = "minserve.protocol"
 CONNECTION = (
     "minserve.connection"  # service.http.connection.Connection, where the server is our own
@@ -21,17 +21,19 @@ CONNECTION = (
 REFUSAL = (
     "minserve.refusal"  # service.http.errors.ApiError, where what came could not be read as HTTP
 )
-OUTCOME = "minserve.outcome"  # where the status cannot tell it, and of all that has ended
-STATUS = "minserve.status"  # of what has ended
-TRACE = "minserve.trace"  # service.observability.traces.Trace, where traces are taken
-_BY_NAME = "minserve.headers"  # the headers, once somebody has asked for one
+# One of service.observability.outcomes.OUTCOMES: set early if the status does not tell it, and for
+# every request at its end
+OUTCOME = "minserve.outcome"
+STATUS = "minserve.status"  # the answer's status, at the request's end
+TRACE = "minserve.trace"  # the service.observability.traces.Trace, with tracing on
+_BY_NAME = "minserve.headers"  # the headers by name, once one has been looked up
 
-DISCARDED = 64 * 2**20  # bytes of a body that `discard` reads at most
-DISCARD_SECONDS = 10.0  # at most
+DISCARDED = 64 * 2**20  # most bytes of a body that `discard` reads
+DISCARD_SECONDS = 10.0  # most seconds that `discard` takes
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """A request's header, the first one of this lower-case name."""
+    """Return the value of a request's first header of this lower-case name, or None."""
     by_name: dict[bytes, bytes] | None = scope.get(_BY_NAME)
     if by_name is None:
         by_name = scope[_BY_NAME] = dict(reversed(scope["headers"]))
@@ -40,10 +42,10 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 async def discard(receive: Receive) -> None:
-    """Reads the rest of a request's body and throws it away, within DISCARDED and DISCARD_SECONDS.
+    """Read the rest of a request's body and drop it, up to DISCARDED bytes or DISCARD_SECONDS.
 
-    A client reads no response before it has sent its body, and a connection that is closed with
-    unread data is reset, which takes the response away with it. So a response that closes its
+    Many clients read no response before they have sent their body. A connection that is closed with
+    unread data is reset, and the client then loses the response. So a response that closes its
     connection ends only after this; a client that sends more loses the connection.
     """
     left = DISCARDED

@@ -1,5 +1,7 @@
-"""Paths with slashes too many, as `/v1/models/` and `//v1/models`: who asks for one is sent to the
-path that was meant, whichever route that is. Keys, limits, metrics and the log go by it, too.
+"""Redirects paths with superfluous slashes, such as `/v1/models/` and `//v1/models`.
+
+The client is redirected to the path without them. API keys, limits, metrics and the access log use
+that path, too (`plain`).
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from starlette.types import Receive, Scope, Send
 from service.http.scope import header
 
 MANY = re.compile("/{2,}")
-SAFE = "/:@!$&'()*+,;=~"  # in a path as it stands
+SAFE = "/:@!$&'()*+,;=~"  # characters that are not quoted in a path
 
 
 def plain(path: str) -> str:
-    """The path with one slash where there are several, and none at its end."""
+    """Return the path with runs of slashes replaced by one slash, and none at its end."""
     if len(path) > 1 and (path[-1] == "/" or "//" in path):
         return MANY.sub("/", path).rstrip("/") or "/"
     return path
 
 
 class SlashRoute(BaseRoute):
-    """Matches what another route of `router` would match if it had fewer slashes, before routes
-    that are added later; answers 307, so that the method stays."""
+    """A route that redirects (307, which keeps the method) to a path without superfluous slashes.
+
+    It matches if another route of `router` matches the path without them.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -45,6 +49,6 @@ class SlashRoute(BaseRoute):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         host, query = header(scope, b"host"), scope["query_string"].decode("latin-1")
         target = quote(plain(scope["path"]), safe=SAFE) + (f"?{query}" if query else "")
-        if host:  # which HTTP/1.0 may leave out
+        if host:  # HTTP/1.0 requests may have none
             target = f"{scope['scheme']}://{host}{target}"
         await RedirectResponse(target)(scope, receive, send)

@@ -1,9 +1,9 @@
-"""Bodies that are worked on while they come.
+"""Upload: a request body that is processed while it arrives.
 
-A connection whose body nobody reads tells nothing of its client: the end of it stands behind what
-has been sent, in the kernels of both sides. So a body is read ahead of the work, up to a bound, and
-its end ends the work at once. While the bound is reached, the kernel is asked for the end, which it
-knows as soon as it has all that the client has sent.
+A disconnect is not noticed on a connection that nobody reads, because it comes after the data that
+the client has sent. So the body is read ahead of the work, up to a bound, and a disconnect ends the
+work at once. While the bound is reached, the kernel is asked for the client's close instead, which
+it knows as soon as it has received everything that the client sent.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from service.http.scope import CONNECTION
 
 T = TypeVar("T")
 
-MOST_AT_ONCE = 2**16  # bytes of a part that is worked on
+MOST_AT_ONCE = 2**16  # bytes of one part
 
 
 class Upload:
-    """A request's body, from its first byte on. `work` reads it while something is done with it."""
+    """A request's body as a sequence of parts. `work` reads it while its coroutine uses it."""
 
     def __init__(self, scope: Scope, receive: Receive, most: int) -> None:
-        """`most`: bytes that are read ahead, about; a client that is quicker has to wait."""
+        """`most`: about how many bytes to read ahead; a faster client has to wait."""
         self._connection: Connection | None = scope.get(CONNECTION)
         self._receive = receive
         self._most = most
-        self._held = bytearray()  # one piece of memory, however small the parts are that came
-        self._whole = False
-        self._lost = False  # the connection is
-        self._refusal: Exception | None = None  # of the body
-        self._news = asyncio.Event()  # something has come
-        self._room = asyncio.Event()  # something was taken, or the client is lost
+        self._held = bytearray()  # what has arrived and was not taken
+        self._whole = False  # the whole body has arrived
+        self._lost = False  # the connection is lost
+        self._refusal: Exception | None = None  # why the body is not allowed
+        self._news = asyncio.Event()  # something has arrived
+        self._room = asyncio.Event()  # something was taken, or the connection is lost
 
     async def next(self, patience: float) -> bytes | None:
-        """The next part of the body, None at its end. Raises ApiError 408 where nothing comes for
-        `patience` seconds."""
+        """Return the next part of the body, or None at its end.
+
+        Raises ApiError 408 if nothing arrives for `patience` seconds.
+        """
         try:
             async with asyncio.timeout(patience):
                 while not self._held and not self._whole:
@@ -50,7 +52,7 @@ class Upload:
         except TimeoutError as error:
             raise ApiError(
                 408,
-                f"nothing of the body came for {patience:g} s (receive_timeout)",
+                f"nothing of the body arrived for {patience:g} s (receive_timeout)",
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from error
@@ -62,8 +64,11 @@ class Upload:
         return part
 
     async def work(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which asks for `next`. It is cancelled when the client leaves:
-        then raises ClientGone; or when the body turns out to be none that is allowed: ApiError."""
+        """Run `work`, which calls `next`, and return its result.
+
+        Cancels it and raises ClientGone if the client disconnects, or ApiError if the body turns
+        out not to be allowed (too large, or broken).
+        """
         connection = self._connection
         unwatch = None if connection is None else connection.watch_unread(self._note_lost)
         try:
@@ -77,7 +82,7 @@ class Upload:
                 unwatch()
 
     async def _read(self) -> Message:
-        """Reads until nothing more can come, and says so as `receive` does."""
+        """Read until nothing more can arrive; return the disconnect message, as `receive` does."""
         while not self._lost:
             if len(self._held) >= self._most and not self._whole:
                 await self._await_room()
@@ -95,7 +100,7 @@ class Upload:
         return {"type": "http.disconnect"}
 
     async def _await_room(self) -> None:
-        """Returns when a part has been taken, or the client is lost."""
+        """Return when a part has been taken, or the connection is lost."""
         end_watch = None if self._connection is None else self._connection.await_end()
         try:
             while len(self._held) >= self._most and not self._lost:

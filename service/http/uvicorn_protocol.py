@@ -1,20 +1,21 @@
 """HttpProtocol: uvicorn's HTTP protocol with the service's own limits, refusals and watches.
 
-It adds to uvicorn's:
+Differences from uvicorn's protocol:
 
-- Request heads are bounded in bytes and in time, because they come before any key can be asked for.
-- What cannot be read as HTTP is answered as any other mistake: by an error in JSON with a request
-  id, counted and logged, after the responses to what was asked before it.
-- Upgrades are ignored, as RFC 9110 (7.8) allows: a client that would rather speak HTTP/2 or
-  WebSocket is answered by HTTP/1.1.
-- Clients that read nothing of what they are sent are cut, whatever is being written.
-- The request's Connection is told when its client leaves, without a task per request.
+- Request heads are limited in bytes and in time, because they arrive before any API key is checked.
+- What cannot be read as HTTP is answered like any other mistake: with an error in JSON with a
+  request id, counted and logged, after the responses to earlier requests of the connection.
+- Upgrades are ignored, as RFC 9110 (7.8) allows: a client that asks for HTTP/2 or WebSocket gets an
+  HTTP/1.1 answer.
+- Clients that read nothing of what they are sent are disconnected.
+- The request's Connection is told when its client disconnects, without a task per request.
 
-Where httptools is not installed (other systems than Linux), uvicorn reads with h11, which bounds
-the size of heads and ignores upgrades by itself; its own text answers garbage.
+Where httptools is not installed (systems other than Linux), uvicorn uses h11, which limits the size
+of heads and ignores upgrades by itself; it answers with its own text what is not HTTP.
 
-What of uvicorn's inside is used, here and in the two modules that are named. uvicorn is pinned to
-one minor version; tests/service/http/test_uvicorn_contract.py holds each symbol against it.
+This table lists all internals of uvicorn that are used, here and in the two modules that it names.
+uvicorn is pinned to one minor version; tests/service/http/test_uvicorn_contract.py checks each
+symbol.
 
 | symbol | used for |
 | --- | --- |
@@ -96,44 +97,46 @@ except ImportError:
     HttpParserUpgrade = None  # type: ignore[assignment, misc]
 
 IS_HTTPTOOLS = hasattr(AutoHTTPProtocol, "on_headers_complete")
-MOST_HEAD_BYTES = 64 * 2**10  # of the path and all names and values; while it comes, of its reads
-LOOKS = 4  # at every connection, within the time that it may stall
+# Limit of the path and all header names and values together. While a head arrives, the bytes of its
+# reads are counted instead.
+MOST_HEAD_BYTES = 64 * 2**10
+LOOKS = 4  # checks of every connection within the shorter of the two timeouts
 
 
 class MeteredTransport:
-    """A transport, and how much of what was written to it the client's side has taken."""
+    """A transport that measures how much of the written data has left the process."""
 
     __slots__ = ("_moved", "_taken", "_transport", "_write", "_written", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, now: float) -> None:
-        """`now` by the loop's time, in seconds."""
+        """`now`: the event loop's time, in seconds."""
         self._transport = transport
         self._write = transport.write
-        self.is_closing = transport.is_closing  # asked for each request
+        self.is_closing = transport.is_closing  # an attribute, because it is called often
         self._written = 0  # bytes
-        self._taken = 0  # bytes of what was written, at the latest look
-        self._moved = now  # when that last changed, or there was nothing to take
+        self._taken = 0  # bytes that had left the process at the latest check
+        self._moved = now  # when that last changed, or when nothing was waiting
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Writes, as the transport does, and counts."""
+        """Write data as the transport does, and count it."""
         self._written += len(data)
         self._write(data)
 
     def cut_if_stalled(self, now: float, timeout: float) -> bool:
-        """Aborts a connection of which nothing has been taken for `timeout` seconds.
+        """Abort the connection if the client has taken nothing for `timeout` seconds.
 
-        A transport that is closed waits until its buffer is empty, which such a client puts off for
-        ever; an abort ends the request as a client's leaving does. Returns whether it was cut.
+        Closing the transport would wait until its buffer is empty, which may be never. An abort
+        ends the request like a disconnect. Returns whether the connection was aborted.
         """
         waiting = self._transport.get_write_buffer_size()
         taken = self._written - waiting
         if not waiting or taken != self._taken:
             self._taken, self._moved = taken, now
         elif now - self._moved >= timeout:
-            # By a reset: the kernel's buffer, which may be megabytes, goes too.
+            # With a reset, so that the kernel's buffer, which may be megabytes, is freed as well.
             handle = self._transport.get_extra_info("socket")
             handle.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()
@@ -142,25 +145,25 @@ class MeteredTransport:
 
 
 class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol of one connection, with what the module's page lists.
+    """uvicorn's protocol of one connection, with the differences that the module's docstring lists.
 
-    Its application has `refusals` beside itself: an application that answers what cannot be read
-    as HTTP (`send_refusal`, wrapped as the others are).
+    Its application must have an attribute `refusals`: an ASGI application that answers what cannot
+    be read as HTTP (`send_refusal`, with middleware around it).
     """
 
-    cycle: Any  # uvicorn's, of the latest request
+    cycle: Any  # uvicorn's RequestResponseCycle of the latest request
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Arguments as of uvicorn's protocol."""
+        """Take the arguments of uvicorn's protocol."""
         super().__init__(*args, **options)
-        self.on_lost: Callable[[], None] | None = None  # of the request that is being answered
-        self.lost = False  # the connection is
+        self.on_lost: Callable[[], None] | None = None  # watch of the request in progress
+        self.lost = False  # the connection has ended
         self.refused = False  # nothing more is read
         self._head_bytes = 0
-        self._awaited_since: float | None = None  # a head, by the loop's time
+        self._awaited_since: float | None = None  # since when a head is awaited, by the loop's time
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """The connection has begun. Beyond `most_connections` some idle ones are closed."""
+        """Handle a new connection; beyond `most_connections`, close some idle ones."""
         now = asyncio.get_running_loop().time()
         if IS_HTTPTOOLS:
             self._awaited_since = now
@@ -169,18 +172,18 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             close_idle(self.connections)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended; the request that is being answered is told."""
+        """Handle the end of the connection: tell the request in progress."""
         super().connection_lost(exc)
         self.lost = True
         if self.on_lost is not None:
             self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Handle received bytes."""
         if self.refused:
             return
         if self._awaited_since is not None:
-            # What comes now may be a body for the most part.
+            # Only earlier reads count here: most of this one may be a body.
             if self._head_bytes > MOST_HEAD_BYTES:
                 self.refuse(_head_too_large())
                 return
@@ -194,65 +197,65 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
                 self.parser.feed_data(data)
                 return
             except HttpParserUpgrade as stop:
-                if self.parser.get_method() == b"CONNECT":  # asks for a tunnel without that header
+                if self.parser.get_method() == b"CONNECT":  # an upgrade without an upgrade header
                     self.refuse(_not_http("CONNECT is not supported"))
                     return
-                # httptools takes what follows the head for the other protocol, the body too. So the
-                # head is read once more, without the header that asks, and then what follows.
+                # httptools takes everything after the head, the body included, for the other
+                # protocol. So parse the head again without the upgrade header, then the rest.
                 (read,) = stop.args
                 data = self._plain_head() + data[read:]
-            except HttpParserCallbackError:  # uvicorn takes the target apart when a head has come
-                self.refuse(_not_http("the target is no path"))
+            except HttpParserCallbackError:  # uvicorn parses the target at the head's end
+                self.refuse(_not_http("the request target is not a path"))
                 return
             except HttpParserError as error:
                 self.refuse(_not_http(str(error)))
                 return
 
     def on_message_begin(self) -> None:
-        """The first byte of a request has come."""
+        """Handle the first byte of a request."""
         self._head_bytes = 0
         self._awaited_since = self.loop.time()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head has come, perhaps in a single read, which may be larger than what is allowed."""
+        """Handle a complete head; check its size, as it may have come in a single read."""
         self._awaited_since = None
         size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
         if size > MOST_HEAD_BYTES:
             self.refuse(_head_too_large())
-        if self.refused or self.parser.should_upgrade():  # the latter comes again
+        if self.refused or self.parser.should_upgrade():  # an upgrade's head is parsed again
             return
         self.scope[PROTOCOL] = self
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body has come."""
-        if not self.refused:  # there is no request that it could belong to
+        """Handle a part of a body."""
+        if not self.refused:  # after a refusal there is no request that it could belong to
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request has come whole."""
+        """Handle the end of a request."""
         if not (self.refused or self.parser.should_upgrade()):
             super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Asked by uvicorn, of either parser."""
+        """Never upgrade; uvicorn asks with either parser."""
         return False
 
     def refuse(self, error: ApiError) -> None:
-        """Answers what is being read by `error` and closes the connection; reads nothing more.
+        """Answer the request that is being read with `error`, close the connection, read no more.
 
-        The responses to what was asked before come first. Once refused, further calls do nothing.
+        The responses to earlier requests come first. Further calls do nothing.
         """
         if self.refused:
             return
         self.refused = True
         cycle = self.cycle
-        if self.scope is None:  # not even a first line has begun
+        if self.scope is None:  # no request has begun on this connection
             self.on_message_begin()
         if cycle is None or cycle.scope is not self.scope:
             self._answer(error)
-        elif cycle.response_complete:  # whatever its body was
+        elif cycle.response_complete:  # its body was broken, but the answer has been sent
             self.transport.close()
         else:
             cycle.scope[REFUSAL] = error
@@ -260,10 +263,10 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             cycle.message_event.set()
 
     def cut_if_late(self, now: float, timeout: float) -> bool:
-        """Closes a connection whose head has not come whole within `timeout` seconds.
+        """Close the connection if a request's head does not arrive within `timeout` seconds.
 
-        `now` by the loop's time. The time counts from the head's first byte, or from the beginning
-        of the connection where nothing has come at all. Returns whether it was closed.
+        `now`: the event loop's time. The time counts from the head's first byte or, if nothing has
+        arrived yet, from the start of the connection. Returns whether the connection was closed.
         """
         if self.refused or self._awaited_since is None or now - self._awaited_since < timeout:
             return False
@@ -272,7 +275,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         return True
 
     def _answer(self, error: ApiError) -> None:
-        """To a head: as uvicorn does with one that it can read."""
+        """Run the application `refusals` for a head that is refused, as uvicorn runs a request."""
         self.scope.update({REFUSAL: error, "method": "", "path": ""})
         before = self.cycle
         self.cycle = RequestResponseCycle(
@@ -295,7 +298,7 @@ class HttpProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.pipeline.appendleft((self.cycle, refusals))
 
     def _plain_head(self) -> bytes:
-        """The latest request's, without its upgrade."""
+        """Return the latest request's head without its upgrade header."""
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade"]
@@ -311,24 +314,26 @@ def _head_too_large() -> ApiError:
 
 
 def _not_http(reason: str) -> ApiError:
-    return ApiError(400, f"this cannot be read as HTTP/1.1: {reason}", code="invalid_http")
+    return ApiError(400, f"the request is not valid HTTP/1.1: {reason}", code="invalid_http")
 
 
 async def send_refusal(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application that answers a request by what its head was refused for."""
+    """An ASGI application that answers a request with the error its head was refused for."""
     await respond(scope, scope[REFUSAL])(scope, receive, send)
 
 
 @cache
 def most_connections() -> int:
-    """Beyond so many, idle ones are closed early: each is an open file, as is much else."""
+    """Return the number of connections beyond which idle ones are closed early.
+
+    Three quarters of the limit of open files, because the process opens other files as well.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft * 3 // 4
 
 
 def close_idle(connections: Collection[Any]) -> None:
-    """Closes an eighth of those of these protocols that await another request, the ones that have
-    for the longest; at least one, where there is one."""
+    """Close the eighth of the idle connections that has been idle longest, at least one."""
     idle = [one for one in connections if one.timeout_keep_alive_task is not None]
     idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
     for protocol in idle[: max(len(idle) // 8, 1)]:
@@ -338,13 +343,16 @@ def close_idle(connections: Collection[Any]) -> None:
 async def cut_stalled(
     connections: Iterable[Any], stall: float, receive: float, on_cut: Callable[[str], None]
 ) -> None:
-    """Watches over the protocols in `connections`, a live collection, until it is cancelled.
+    """Cut stalled and late connections until cancelled.
 
-    Seconds: `stall` without a read by the client, `receive` for a request's head. `on_cut` is told
-    why a connection was cut: one of metrics.CUTS. (Bodies that come late: `service.routes.base`.)
+    Args:
+        connections: The protocols to watch; a live collection.
+        stall: Seconds after which a client that reads nothing is cut.
+        receive: Seconds for a request's head to arrive. (`service.routes.base` checks bodies.)
+        on_cut: Called with the reason of each cut, one of metrics.CUTS.
     """
 
-    def look() -> None:  # not in the loop below, which would hold the last one while it sleeps
+    def look() -> None:  # a function, so that no protocol is referenced during the sleep below
         now = asyncio.get_running_loop().time()
         for protocol in list(connections):
             if isinstance(protocol, HttpProtocol):

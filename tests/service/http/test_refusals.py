@@ -80,7 +80,7 @@ def test_a_head_that_is_none(
 ) -> None:
     url, _, lines = server
     message, id = check(said_to(url, HEADS[what]), 400, "invalid_http")
-    assert message.startswith("this cannot be read as HTTP/1.1: ")
+    assert message.startswith("the request is not valid HTTP/1.1: ")
     told: list[dict[str, Any]] = []
     wait_for(lambda: told.extend(lines()) or told)
     (line,) = told
