@@ -1,10 +1,12 @@
-"""AdmissionControl: how many more requests the engines can hold, all in all and of one owner.
+"""AdmissionControl: decides whether the engines have room for more requests.
 
-An engine holds as many as it has slots and room in its queue, and of one owner no more than leaves
-room for others (engine.protocol.queue_policy). Several engines are looked at as one. What one HTTP
-request asks for is taken whole or refused whole: its places are reserved before its prompts are
-tokenised, so that nobody else takes them meanwhile. With several API processes the others are seen
-as of the latest message; an engine's own bound stays the last word.
+An engine holds as many requests as it has slots and places in its queue. One owner (API key name)
+gets only a part of the queue, so that others find room (engine.protocol.queue_policy). Several
+engines count as one.
+
+An HTTP request is admitted or refused as a whole: its places are reserved before its prompts are
+tokenised, so that nobody else takes them meanwhile. Requests of other API processes are known as of
+the engine's latest message, so an engine may still refuse what was admitted here.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ LEAST_RETRY, MOST_RETRY = 1.0, 60.0  # seconds
 
 
 class AdmissionControl:
-    """For each engine `most_waiting` requests, of `most_tokens` prompt tokens, may wait beside
-    those that run. There are to be so many `engines`, though some may be missing just now."""
+    """Admits requests to the engines of one backend, up to the limits of slots and queue."""
 
     def __init__(
         self,
@@ -33,24 +34,36 @@ class AdmissionControl:
         engines: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Set the limits.
+
+        Args:
+            backend: The engines that serve.
+            most_waiting: Requests that may wait for each engine, beside those that run.
+            most_tokens: Prompt tokens of the requests that may wait for each engine.
+            engines: Engines that are meant to serve; some may be missing at the moment.
+            clock: The time in seconds.
+        """
         self._backend = backend
         self._there = len(backend.clients)
         self._most, self._most_tokens = most_waiting * self._there, most_tokens * self._there
-        # What is refused for good, and not until there is room, is more than all of them hold.
+        # A request is refused with 400 only if it is too large for all engines, missing ones too.
         self._engines = engines
         self._each, self._whole_tokens = most_waiting, most_tokens * engines
         self._clock = clock
-        self._reserved: dict[str, int] = {}  # by owner: spoken for, not sent yet
-        self._all_reserved = 0  # the sum of these
-        self._turn = 0.0  # when the latest one that was refused may find room
+        self._reserved: dict[str, int] = {}  # by owner: admitted requests that are not sent yet
+        self._all_reserved = 0  # the sum over owners
+        self._turn = 0.0  # when the latest refused request may find room
 
     def check(self, requests: int, owner: str) -> None:
-        """Raises QueueFull where so many more of an owner find no room just now, and ApiError 400
-        for more than ever could."""
+        """Check that `requests` more engine requests of an owner find room.
+
+        Raises QueueFull if there is no room at the moment, and ApiError 400 for more than the
+        engines can ever hold.
+        """
         slots = self._backend.slots
         taken = self._backend.in_flight + self._all_reserved
         excess = taken + requests - slots
-        if excess <= 0:  # they wait for nobody's end
+        if excess <= 0:  # there are free slots for all of them
             return
         self._check_capacity(requests, self._engines, owner, "this server holds")
         if self._there < self._engines and requests > slots + most_of_one(self._most, owner):
@@ -61,14 +74,16 @@ class AdmissionControl:
         kind = refusal(taken=queued, own=own, more=more, most=self._most, owner=owner)
         if kind is not None:
             missing = queued + more - self._most
-            reason = f"{own} requests of this key wait already"
+            reason = f"{own} requests of this key are waiting already"
             if missing > 0:
                 reason = (
                     f"the queue is full: {taken} of at most {slots + self._most} requests are "
                     "running or waiting"
                 )
             reason = f"{reason}, and there is no room for {requests} more"
-            if owner:  # a departure frees a place for all, and one of each owner's turn its own
+            # Each request that leaves frees a place in the whole queue. One of the owner's own
+            # leaves once in a round over all owners.
+            if owner:
                 own_departures = 1 / max(self._backend.queued.owners, 1)
                 surplus = own + more + QUEUE_PART * missing
                 missing = max(missing, math.ceil(surplus / (QUEUE_PART + own_departures)))
@@ -76,8 +91,10 @@ class AdmissionControl:
         self.check_tokens(1, requests, owner)
 
     def check_kept(self, requests: int, owner: str) -> None:
-        """Raises ApiError 400 for more requests than one engine holds, which go on from states that
-        it keeps."""
+        """Check that one engine can hold `requests` requests that resume states it keeps.
+
+        Raises ApiError 400 if it can never hold so many.
+        """
         self._check_capacity(requests, 1, owner, "the engine that keeps their state holds")
 
     def _check_capacity(self, requests: int, engines: int, owner: str, who: str) -> None:
@@ -93,49 +110,55 @@ class AdmissionControl:
             )
 
     def check_tokens(self, tokens: int, requests: int, owner: str) -> None:
-        """Raises QueueFull where requests of so many prompt tokens, which have their places, are
-        too many for the queue just now, and ApiError 400 where they would be for an empty one."""
+        """Check that the queue has room for `tokens` prompt tokens in `requests` admitted requests.
+
+        Raises QueueFull if there is no room at the moment, and ApiError 400 if an empty queue would
+        have none.
+        """
         slots, most = self._backend.slots, most_of_one(self._whole_tokens, owner)
         if requests > max(slots, 1) and tokens > most:
             whose = " of one key" if owner else ""
             raise ApiError(
                 400,
                 f"{tokens} prompt tokens in {requests} prompts at once (samples and continuations "
-                f"count too); where there are more of them than run at once ({slots}), allowed: at "
-                f"most {most} prompt tokens{whose} (max_waiting_tokens); send fewer at a time",
+                f"count too); allowed in requests of more than {slots} prompts: at most {most} "
+                f"prompt tokens{whose} (max_waiting_tokens); send fewer at a time",
                 code="too_many_prompt_tokens",
             )
         taken, own = self._backend.waiting_tokens, self._backend.queued.of(owner)[1]
         waiting = self._backend.in_flight + self._all_reserved - slots
         if waiting <= 0 or not tokens:
             return
-        if requests == 1 and not taken:  # the first that waits may have any length
+        if requests == 1 and not taken:  # the first waiting request may have any length
             return
         kind = refusal(taken=taken, own=own, more=tokens, most=self._most_tokens, owner=owner)
         if kind is None:
             return
         missing = taken + tokens - self._most_tokens
-        reason = f"{taken} prompt tokens wait already"
+        reason = f"{taken} prompt tokens are waiting already"
         if missing <= 0:
-            reason = f"{own} prompt tokens of this key wait already"
+            reason = f"{own} prompt tokens of this key are waiting already"
         if owner:
             missing = max(missing, (own + tokens + QUEUE_PART * missing) // (QUEUE_PART + 1))
         reason = f"{reason}, and there is no room for {tokens} more"
-        departures = math.ceil(missing * waiting / max(taken, 1))  # of requests of their mean size
+        departures = math.ceil(missing * waiting / max(taken, 1))  # requests of the mean size
         raise self._refusal(kind, reason, departures, requests, waiting)
 
     def reserve(self, requests: int, owner: str) -> None:
-        """Takes places out of what others may have. Raises as `check`."""
+        """Admit `requests` engine requests of an owner and reserve their places.
+
+        Raises what `check` raises.
+        """
         self.check(requests, owner)
         self.retake(requests, owner)
 
     def retake(self, requests: int, owner: str) -> None:
-        """Takes places whatever others have: who asks has had them just now."""
+        """Reserve places without a check, for a caller that gave them up just now."""
         self._reserved[owner] = self._reserved.get(owner, 0) + requests
         self._all_reserved += requests
 
     def release(self, requests: int, owner: str) -> None:
-        """Gives reserved places back: the requests have been sent, or never will be."""
+        """Give reserved places back, after the requests were sent or given up."""
         left = self._reserved.pop(owner, 0) - requests
         if left:
             self._reserved[owner] = left
@@ -144,9 +167,12 @@ class AdmissionControl:
     def _refusal(
         self, kind: type[QueueFull], reason: str, missing: int, requests: int, queued: int
     ) -> QueueFull:
-        """`missing` requests have to leave the queue first, at the pace seen lately. Those that are
-        refused are given turns one after the other, so that not all come back at once; but when
-        all that waits now has left, there is room for everyone."""
+        """Return the error of a refusal, with the time after which to try again.
+
+        `missing` requests have to leave the queue first, at the recent pace. Refused requests get
+        different times one after another, so that they do not all come back at once, but none later
+        than when all requests that wait now have left.
+        """
         now, pace = self._clock(), self._backend.pace
         free = now + max(missing, 1) * pace
         emptied = now + max(missing, queued) * pace

@@ -1,5 +1,7 @@
-"""Engines: where an application's engines come from: a supervisor, in this process or another, or
-one client that the caller made."""
+"""Engines: the source of an application's engines.
+
+That is a supervisor, in this process or in another one, or a single client made by the caller.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from engine.supervisor.supervisor_client import Event, NoEngine, Serving
 
 
 class Engines(Protocol):
-    """What engine.supervisor.supervisor_client.SupervisorClient does; see there. All on one event
-    loop."""
+    """Interface of engine.supervisor.supervisor_client.SupervisorClient, which documents it.
+
+    All methods are called on one event loop.
+    """
 
     async def start(self, collect: Callable[[], bytes]) -> None: ...
     async def next(self) -> Event: ...
@@ -28,7 +32,7 @@ class Engines(Protocol):
 
 
 class OneEngine:
-    """One engine, for tests and measurements: its end is the end."""
+    """Engines with a single client, for tests and measurements; the engine is never restarted."""
 
     def __init__(self, client: EngineClient, load_timeout: float) -> None:
         self._client = client
@@ -54,10 +58,10 @@ class OneEngine:
         return Serving(EngineRouter([self._client]), generations=(1,))
 
     def use(self, generation: int) -> None:
-        """There is no other."""
+        """Do nothing: there is one engine."""
 
     async def leave(self, generation: int) -> None:
-        """There is no other to go to."""
+        """Do nothing: there is no other engine to leave it for."""
 
     async def reload(self, model: str | None) -> ModelInfo:
         raise Refused("this server cannot load another model")
@@ -66,7 +70,7 @@ class OneEngine:
         return []
 
     def hold(self) -> None:
-        """Nothing is ever started."""
+        """Do nothing: no engine is ever restarted."""
 
     async def close(self) -> None:
         await self._client.close()

@@ -1,8 +1,8 @@
-"""Templates: events that differ only in what one token brings, rendered ahead.
+"""Templates of stream events that differ only in their token, to render them quickly.
 
-A stream sends an event per token, and all but a few of them are the same but for the token's text.
-So everything else is rendered once per stream, each token's part once per server, and the events of
-several tokens that came together are one join.
+A stream sends an event per token, and nearly all of them are equal except for the token's text. So
+the rest of the event is rendered once per stream and each token's part once per server. Rendering
+the events of several tokens is then a single join.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from service.http.json_response import encode, event
 from service.text.token_texts import PlainTexts
 from service.text.tokenizer import Tokenizer
 
-# Stands for the token's part in an event that is rendered to be a template.
+# Placeholder of the token's part in the content of a template.
 HOLE = "<| the token's part |>"
 _HOLE = encode(HOLE)
 
 
 class Parts(dict[int, bytes]):
-    """What each token brings to its event, rendered when it first comes: its text as JSON, and with
-    `ids` the field `token_ids` after it."""
+    """Each token's part of an event, rendered when it is first needed.
+
+    The part is the token's text as JSON and, with `ids`, the field `token_ids` after it.
+    """
 
     def __init__(self, texts: PlainTexts, *, ids: bool) -> None:
         self._texts = texts
@@ -32,14 +34,14 @@ class Parts(dict[int, bytes]):
         return part
 
     def of_group(self, tokens: Sequence[int]) -> bytes:
-        """What tokens that share one event bring to it; they are plain."""
+        """Return the part of an event that several plain tokens share."""
         texts = [self._texts[token] for token in tokens]
         text = encode("".join([text for text in texts if text]))
         return b'%b,"token_ids":%b' % (text, encode(list(tokens))) if self._ids else text
 
 
 class TokenParts:
-    """The parts of a tokenizer's tokens; all streams of a model share them."""
+    """The parts of a tokenizer's tokens, shared by all streams of a model."""
 
     def __init__(self, texts: PlainTexts) -> None:
         self.texts = Parts(texts, ids=False)
@@ -47,18 +49,19 @@ class TokenParts:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> TokenParts | None:
-        """None where texts of tokens depend on their neighbours."""
+        """Return the parts of a tokenizer, or None if its tokens' texts depend on neighbours."""
         if tokenizer is None or tokenizer.plain_texts is None:
             return None
         return cls(tokenizer.plain_texts)
 
 
 class Template:
-    """`content` is an event's, with HOLE in the place of what a token's part stands for."""
+    """A stream event with a hole for its token's part."""
 
     __slots__ = ("_before", "_behind", "_between", "_part", "_parts")
 
     def __init__(self, content: dict[str, Any], parts: Parts) -> None:
+        """`content`: the event's content, with HOLE in the place of the token's part."""
         self._before, hole, self._behind = event(content).partition(_HOLE)
         assert hole, "the template has no hole"
         self._between = self._behind + self._before
@@ -66,8 +69,10 @@ class Template:
         self._part = parts.__getitem__
 
     def events(self, tokens: Sequence[int], interval: int = 1) -> bytes:
-        """Events of up to `interval` tokens each, of which there is at least one. All are plain, as
-        PlainTexts has it."""
+        """Return the events of one or more plain tokens, up to `interval` tokens in each event.
+
+        Plain: the token has a text in PlainTexts.
+        """
         told: Iterable[bytes] = map(self._part, tokens)
         if interval > 1:
             groups = range(0, len(tokens), interval)

@@ -1,4 +1,7 @@
-"""Generation: prompts in, texts out, gathered or streamed. All generating endpoints use it."""
+"""Generation: runs prompts on the engine and gathers or streams their texts.
+
+All generating endpoints use it.
+"""
 
 from __future__ import annotations
 
@@ -26,35 +29,35 @@ from service.text.stop import StopStrings
 
 logger = logging.getLogger(__name__)
 
-RUN_ON = 2**16  # tokens that a text may have until its end is found here
-MOST_TOKENS = 2**31 - 1  # that a request may ask for
+RUN_ON = 2**16  # tokens that the engine may generate beyond an end that is found here
+MOST_TOKENS = 2**31 - 1  # largest max_tokens of a request
 
 
 class GenerationTask(msgspec.Struct, frozen=True):
-    """One prompt, and what to do with it."""
+    """One sample of one prompt, with all its parameters."""
 
     prompt: array[int]
-    packed: bytes  # the prompt as token_ids.pack_ids gives it; samples of one prompt share both
+    packed: bytes  # the prompt packed by token_ids.pack_ids; samples of one prompt share both
     params: SamplingParams
     stop: StopStrings | None
-    timeout: float
+    timeout: float  # seconds from the HTTP request's arrival
     priority: int
     interval: int  # tokens in one event of a stream
-    score_top: int | None = None  # score the prompt too, with the k best at each position
+    score_top: int | None = None  # score the prompt too, with the k most likely tokens
     shared: bool = False  # other tasks have the same prompt: read it once
     ends: frozenset[int] = frozenset()  # see OutputText
     use: StateUse = NO_STATES
-    grammar_field: str | None = None  # by which the client asked for the grammar
+    grammar_field: str | None = None  # the field of the client's request that gave the grammar
 
     def output(self, runtime: Runtime) -> OutputText:
-        """A new OutputText of this task, by the tokenizer of the runtime's model."""
+        """Return a new OutputText for this task."""
         return OutputText(
             runtime.tokenizer,
             self.prompt,
             self.stop,
             self.ends,
             before=self.use.recent,
-            # A grammar has every space of the text: none is taken off.
+            # A grammar matches every space of the text, so no leading space is removed.
             begins=self.params.grammar is None and not self.use.goes_on,
             keeps=self.use.keep is not None,
             rule=self._rule(runtime.info.eos_token_ids) if self._runs_on else None,
@@ -64,9 +67,9 @@ class GenerationTask(msgspec.Struct, frozen=True):
     def _runs_on(self) -> bool:
         """Whether the text's end is found here and not by the engine.
 
-        The engine runs ahead: had it ended the text, and kept its state, before a stop string is
-        found, the state would have read that too. (What a grammar or min_tokens say of the end only
-        the engine can know.)
+        This is so if a state is kept and there are stop strings. The engine runs ahead: if it ended
+        the text itself and kept the state before a stop string is found here, the state would have
+        read beyond the stop string. With a grammar or min_tokens only the engine knows the end.
         """
         params = self.params
         ruled = params.grammar is not None or params.min_tokens > 0
@@ -80,16 +83,20 @@ class GenerationTask(msgspec.Struct, frozen=True):
 
     @property
     def scored(self) -> int:
-        """How many tokens of the prompt have log-probabilities, where they are asked for."""
+        """Number of prompt tokens that have log-probabilities when the prompt is scored."""
         return max(len(self.prompt) - self.use.first_scored, 0)
 
     def submit(
         self, inference: InferenceRequest, *, stream: bool, junctions: tuple[int, ...] = ()
     ) -> None:
-        """Submits the task as one engine request of `inference`, which has admitted it.
+        """Submit the task as one engine request of `inference`, which has admitted it.
 
-        `stream`: tokens are wanted as they come. `junctions`: lengths of the prompt, in tokens, at
-        which others of the same batch part from it. Raises EngineUnavailable, Draining.
+        Args:
+            inference: The HTTP request.
+            stream: Whether tokens are wanted as they are generated.
+            junctions: Lengths in tokens of the prefixes that the prompt shares within its batch.
+
+        Raises EngineUnavailable, and Draining if the server is shutting down.
         """
         params, run_on = self.params, 0
         if self._runs_on:
@@ -103,7 +110,8 @@ class GenerationTask(msgspec.Struct, frozen=True):
             grammar_field=self.grammar_field,
             sampling=params,
             run_on=run_on,
-            # Without stop strings nobody looks at the tokens of a text that is not streamed.
+            # Without stop strings the tokens of a text that is not streamed are needed at its end
+            # only.
             stream=stream or self.stop is not None,
             score=self.score_top is not None and self.scored > 0,
             score_from=self.use.first_scored,
@@ -114,14 +122,16 @@ class GenerationTask(msgspec.Struct, frozen=True):
         )
 
     def _points(self) -> tuple[int, ...]:
-        """Up to where tasks with the same prompt read it once. What leaves a state has to read the
-        last token by itself."""
+        """Return the prompt length at which tasks with the same prompt share a state, if any.
+
+        A task that keeps a state has to read the last token by itself.
+        """
         length = len(self.prompt) - (self.use.keep is not None)
         return (length,) if self.shared and length > 0 else ()
 
 
 class Outcome:
-    """What came of a task: the text, or the error."""
+    """The result of a task that is not streamed: its text, or its error."""
 
     __slots__ = ("_texts", "_wants_pieces", "error", "output", "tokens", "told")
 
@@ -129,22 +139,22 @@ class Outcome:
         self.output = output
         self.error: Exception | None = None
         self.tokens: list[int] = []
-        self.told: Whole | list[Piece] = []  # its pieces, where log-probabilities are asked for
+        self.told: Whole | list[Piece] = []  # its pieces, if log-probabilities were asked for
         self._texts: list[str] = []
         self._wants_pieces = wants_pieces
 
     @property
     def text(self) -> str:
-        """What has come so far, as one string."""
+        """The text so far."""
         return "".join(self._texts)
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces one by one; empty where log-probabilities are not asked for."""
+        """The pieces one by one; empty if log-probabilities were not asked for."""
         return self.told.pieces() if isinstance(self.told, Whole) else self.told
 
     def take(self, update: Update) -> None:
-        """Adds what has come."""
+        """Add an update of the engine."""
         if self._wants_pieces:
             if (whole := self.output.take_whole(update)) is not None:
                 self.told, self.tokens, self._texts = whole, whole.tokens, whole.texts
@@ -152,7 +162,7 @@ class Outcome:
             if update.finished is not None and update.finished.reports is not None:
                 update.logprobs = update.finished.logprobs
             pieces = self.output.take(update)
-            assert isinstance(self.told, list)  # no more comes after what came whole
+            assert isinstance(self.told, list)  # nothing follows a whole text
             self.told += pieces
             self.tokens += [piece.token for piece in pieces if piece.token is not None]
             self._texts += [piece.text for piece in pieces]
@@ -165,7 +175,10 @@ class Outcome:
 async def gather(
     runtime: Runtime, inference: InferenceRequest, tasks: list[GenerationTask]
 ) -> list[Outcome]:
-    """The outcome of every task. Raises the error where no task was served."""
+    """Run tasks and return their outcomes; a task that fails has its error in its outcome.
+
+    Raises the error if no task was served, or if it concerns all of them (`sse.ends_all`).
+    """
     outcomes = [Outcome(task.output(runtime), task.params.logprobs is not None) for task in tasks]
     failed = 0
     _submit(inference, tasks, stream=False)
@@ -178,13 +191,13 @@ async def gather(
                 outcome.error = came
             else:
                 try:
-                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole text may come at once
+                    if len(came.tokens) > TOKENS_AT_ONCE:  # a whole text may arrive at once
                         await asyncio.to_thread(outcome.take, came)
                     else:
                         outcome.take(came)
                     _stop(inference, which, outcome.output, came)
                     continue
-                except Exception as error:  # of this text alone
+                except Exception as error:  # it concerns this text alone
                     logger.exception("an answer could not be read")
                     outcome.error = error
                     inference.drop(which)
@@ -195,9 +208,9 @@ async def gather(
 
 
 def choose(outcomes: list[Outcome], draws: int, keep: int) -> list[Outcome]:
-    """The `keep` likeliest of every `draws` outcomes, best first: OpenAI's `best_of`.
+    """Return the `keep` most likely of every `draws` outcomes, best first (OpenAI's `best_of`).
 
-    All of them, in order, where as many are kept as were drawn.
+    If `keep` equals `draws`, returns all outcomes in their order.
     """
     if draws == keep:
         return outcomes
@@ -208,10 +221,10 @@ def choose(outcomes: list[Outcome], draws: int, keep: int) -> list[Outcome]:
 
 
 def _merit(outcome: Outcome) -> tuple[int, float]:
-    """The mean log-probability of the outcome's tokens, as a key to sort by.
+    """Return a sort key: the mean log-probability of the outcome's tokens.
 
-    Empty texts come after all others, and failed outcomes after these; of equals the first drawn
-    comes first.
+    Empty texts come after all others, and failed outcomes after these. Equal outcomes stay in the
+    order of their samples.
     """
     if outcome.error is not None:
         return 0, 0.0
@@ -219,7 +232,7 @@ def _merit(outcome: Outcome) -> tuple[int, float]:
     return (2, math.fsum(values) / len(values)) if values else (1, 0.0)
 
 
-# Gives the events of a task's new pieces; a coroutine where they are many.
+# Renders the events of a task's new pieces; returns a coroutine if there is much to render.
 RenderPieces = Callable[[int, OutputText, list[Piece]], bytes | Coroutine[Any, Any, bytes]]
 
 
@@ -240,23 +253,23 @@ class TaskRenderer:
         render_pieces: RenderPieces,
         template_of: Callable[[int], Template | None],
     ) -> None:
-        """`which` of the engine requests of `inference` the task is."""
+        """`which`: the task's position among the engine requests of `inference`."""
         self.output = task.output(runtime)
         self._inference = inference
         self._which = which
         self._interval = task.interval
-        # Log-probabilities are rendered for each token.
+        # Events with log-probabilities have no template.
         self._plain = task.params.logprobs is None and task.score_top is None
         self._render_pieces = render_pieces
         self._template_of = template_of
-        self._template: Template | None = None  # of all its plain tokens to come
+        self._template: Template | None = None  # of the events of all further plain tokens
 
     def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
         begun = b""
         if self._plain and update.tokens:
             tokens, interval = update.tokens, self._interval
             if update.finished is not None:
-                # The last event says more than the others.
+                # The last event has more fields than the others, so it is not rendered here.
                 tokens = tokens[: (len(tokens) - 1) // interval * interval]
             if tokens and (told := self.render_tokens(tokens)) is not None:
                 begun = told
@@ -294,12 +307,19 @@ def stream(
     last: Callable[[list[OutputText]], bytes],
     template_of: Callable[[int], Template | None],
 ) -> EventSource:
-    """Submits the tasks and returns the source of their events.
+    """Submit tasks and return the source of their events.
 
-    `render_pieces` and `render_error` give the events of a task, by its position, `last` those
-    before [DONE]. `template_of` gives the template of all of a task's plain tokens to come, where
-    their events have one already. Raises EngineUnavailable, Draining; later errors come from the
-    source.
+    Args:
+        runtime: The model.
+        inference: The HTTP request, which has admitted the tasks.
+        tasks: The tasks; the functions below get a task's position.
+        render_pieces: Renders the events of a task's new pieces.
+        render_error: Renders the event of a task that failed.
+        last: Renders the events before [DONE], from the outputs of all tasks.
+        template_of: Returns the template for the events of a task's further plain tokens, or None
+            if they have none yet.
+
+    Raises EngineError if the tasks cannot be submitted; the source raises later errors.
     """
     renderers = [
         TaskRenderer(runtime, inference, which, task, render_pieces, template_of)
@@ -315,11 +335,11 @@ def stream(
 
 
 def _submit(inference: InferenceRequest, tasks: list[GenerationTask], *, stream: bool) -> None:
-    """All of them, or none: then raises EngineError."""
+    """Submit all tasks, or none and raise EngineError."""
     inference.check_tokens(sum(len(task.prompt) for task in tasks), len(tasks))
     inference.check_kept([task.use.source for task in tasks if task.use.source])
     points: Points = {}
-    if tasks[0].packed is not tasks[-1].packed:  # else one prompt, or its samples
+    if tasks[0].packed is not tasks[-1].packed:  # else they are samples of one prompt
         points = shared_prefixes((task.use.company, task.packed) for task in tasks)
     for task in tasks:
         found = points.get((task.use.company, task.packed), ()) if points else ()
@@ -327,6 +347,6 @@ def _submit(inference: InferenceRequest, tasks: list[GenerationTask], *, stream:
 
 
 def _stop(inference: InferenceRequest, which: int, output: OutputText, update: Update) -> None:
-    """Tells the engine where a stop string ended the text that took the update."""
+    """Stop the engine request if a stop string or rule has ended its text with this update."""
     if output.stopped and update.finished is None:
         inference.stop(which, output.kept_tokens())

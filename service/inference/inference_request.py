@@ -1,8 +1,8 @@
-"""InferenceRequest: one HTTP request for the model, from its arrival to its last byte, and what it
-asks of the engine. Whatever ends the HTTP request ends its engine requests too.
+"""InferenceRequest: one HTTP request that uses the engine, from its arrival to its last byte.
 
-A prompt, each sample of it and each continuation is one engine request. `which` is the position of
-one among those of the HTTP request, in the order in which they were submitted.
+It consists of one or more engine requests: one for each prompt, sample or continuation. `which` is
+the position of an engine request among those of the HTTP request, in the order of submission.
+Whatever ends the HTTP request ends its engine requests, too.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from service.inference.admission_control import AdmissionControl
 from service.observability.metrics import Metrics
 from service.observability.traces import Trace
 
-# What a request brought: its position among the engine requests, and an update or its failure.
+# The position of an engine request, and its update or the error with which it failed.
 Arrival = tuple[int, Update | EngineError]
 
-# Gives the events of plain tokens; None, and takes nothing, where they are not plain.
+# Renders the events of plain tokens; returns None and does nothing if they are not plain.
 RenderTokens = Callable[[list[int]], bytes | None]
 
-ASK_SECONDS = 60.0  # for the engine to answer what is asked of states, a long round included
-LEAST_TIMEOUT = 1e-6  # seconds; the engine then ends a request that is late with what it has
+ASK_SECONDS = 60.0  # for the engine to answer a call about states
+LEAST_TIMEOUT = 1e-6  # seconds; with it the engine ends a late request at once
 
 
 class RequestsInFlight(set["InferenceRequest"]):
-    """The requests of a runtime that have not ended, and what is still to do for those that
-    have."""
+    """The requests of a runtime that have not ended, and follow-up work of those that have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._afterwards: set[asyncio.Task[None]] = set()  # which the loop itself would forget
-        self._ended = asyncio.Event()  # set by the last one; who waits clears it before
+        # Follow-up work; the event loop itself holds tasks only weakly.
+        self._afterwards: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()  # set by the last request; waiters clear it before they wait
 
     def leave(self, request: InferenceRequest) -> None:
-        """The request has ended; whoever waits for the last one goes on."""
+        """Remove a request that has ended; wake whoever waits for the last one."""
         self.discard(request)
         if not self:
             self._ended.set()
 
     def follow_up(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does what a request that has ended leaves to do; it counts as in flight until then."""
+        """Run follow-up work of a request that has ended; it counts as in flight until done."""
         task = asyncio.get_running_loop().create_task(work)
         self._afterwards.add(task)
         task.add_done_callback(self._followed_up)
@@ -62,20 +62,20 @@ class RequestsInFlight(set["InferenceRequest"]):
 
     @property
     def all_ended(self) -> bool:
-        """There are none, and nothing is left to do for any."""
+        """Whether there is no request in flight and no follow-up work."""
         return not (self or self._afterwards)
 
     async def ended(self) -> None:
-        """Returns when all have ended."""
+        """Return when all requests and follow-up work have ended."""
         while not self.all_ended:
             self._ended.clear()
             await self._ended.wait()
 
 
 class InferenceRequest:
-    """A context manager; on leaving it, engine requests that have not ended are aborted.
+    """One HTTP request with its engine requests; made by `Runtime.begin`, used on one event loop.
 
-    Used on one event loop.
+    A context manager: on exit, engine requests that have not ended are aborted.
     """
 
     def __init__(
@@ -88,36 +88,42 @@ class InferenceRequest:
         owner: str,
         least_priority: int,
     ) -> None:
-        """Made by `Runtime.begin`.
+        """Begin a request.
 
-        `in_flight` holds all that have not ended. The request's headers came at `arrived`, in
-        seconds by time.perf_counter. Prefix cache and states are shared with requests of the same
-        `owner` (the name of the API key, or ""), whose priorities begin at `least_priority`.
+        Args:
+            backend: The engines.
+            metrics: The process's metrics.
+            admission: The admission control of these engines.
+            in_flight: The set that holds the request until it has ended.
+            arrived: When the request's headers arrived, in seconds by time.perf_counter.
+            owner: The API key's name, or "". Prefix cache and states are shared with requests of
+                the same owner.
+            least_priority: The most urgent priority that the owner may ask for.
         """
         self._backend = backend
         self._metrics = metrics
         self._admission = admission
         self._reserved = 0  # engine requests that are admitted and not submitted yet
         self._in_flight = in_flight
-        self._open: set[int] = set()  # ids of requests that have not ended
-        self.keep_field: str | None = None  # by which the client asked for a state to be kept
-        self._borrowed: list[str] = []  # ids of states that are there for this request alone
-        self.brought: dict[str, StateInfo] = {}  # of them, by the snapshots that they were
+        self._open: set[int] = set()  # ids of engine requests that have not ended
+        self.keep_field: str | None = None  # the field that asked for a state to be kept, if known
+        self._borrowed: list[str] = []  # ids of states to delete when the request ends
+        self.brought: dict[str, StateInfo] = {}  # imported states by the client's snapshots
         self._inbox = StreamInbox(backend.ready_streams)
         self._streams: list[RequestStream] = []
-        self._unread = 0  # requests whose end nobody has read
-        self._latest: list[float | None] = []  # when tokens of each came last
-        self._chosen: list[bool] = []  # whether each leaves a state under an id that is given
-        self._grammar_fields: list[str | None] = []  # by which the client asked for each grammar
+        self._unread = 0  # engine requests whose end has not been read
+        self._latest: list[float | None] = []  # arrival of each one's latest tokens
+        self._chosen: list[bool] = []  # whether each keeps a state under a given id
+        self._grammar_fields: list[str | None] = []  # the field that gave each one's grammar
         self._arrived = arrived
         self.owner = owner
         self.least_priority = least_priority
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
-        self.awaits_reader = False  # what has come cannot be written yet
-        self.trace: Trace | None = None  # where traces are taken
-        self.tokens_in = 0  # of prompts that the engine was given, once for all samples of one
-        self.tokens_out = 0  # that it generated
+        self.awaits_reader = False  # a write is waiting for the client to read
+        self.trace: Trace | None = None  # with tracing on
+        self.tokens_in = 0  # prompt tokens submitted, once for all samples of a prompt
+        self.tokens_out = 0  # tokens generated
 
     def __enter__(self) -> InferenceRequest:
         self._in_flight.add(self)
@@ -134,35 +140,35 @@ class InferenceRequest:
             self._in_flight.follow_up(self._give_back())
 
     def keeps_apart(self, id: str, other: str) -> bool:
-        """Whether two of this owner's states are on different engines, as EngineBackend has it."""
+        """Whether the states of two ids of this owner belong to different engines."""
         return self._backend.keeps_apart(self.owner, id, other)
 
     async def ask_state(self, action: StateAction, **fields: Any) -> StateReply:
-        """Asks the engine about the states of this request's owner; returns its reply.
+        """Call the engine about states of this request's owner and return its reply.
 
-        `fields` as of `EngineBackend.ask_state`. Raises what that raises (StateError and its kinds,
-        EngineUnavailable), with the names that clients know parameters by.
+        `fields`: those of `EngineBackend.ask_state`. Raises what that raises (StateError and its
+        subclasses, EngineUnavailable), with parameters named as clients know them.
         """
         try:
             return await self._backend.ask_state(
                 action, timeout=ASK_SECONDS, owner=self.owner, **fields
             )
         except EngineError as error:
-            if error.param == "target":  # clients call it the id
+            if error.param == "target":  # clients call this parameter id
                 error.param = "id"
             raise
 
     def borrow(self, id: str) -> None:
-        """Has the state `id` deleted when the request is over."""
+        """Have the state `id` deleted when the request has ended."""
         self._borrowed.append(id)
 
     async def _give_back(self) -> None:
         for id in self._borrowed:
-            with suppress(EngineError):  # it will expire
+            with suppress(EngineError):  # the state will expire
                 await self.ask_state("delete", id=id)
 
     def _leave(self) -> None:
-        """Nobody reads an answer any more."""
+        """Abort what is still running, and measure how long the engine takes to release it."""
         if not self._open:
             return
         released, since = self._metrics.released, time.perf_counter()
@@ -177,37 +183,39 @@ class InferenceRequest:
         self.abort()
 
     def check_room(self) -> None:
-        """Raises QueueFull where the queue has no room for a single engine request just now."""
+        """Raise QueueFull if there is no room for one more engine request at the moment."""
         self._admission.check(1, self.owner)
 
     def check_tokens(self, tokens: int, requests: int) -> None:
-        """Raises QueueFull where `tokens` prompt tokens in `requests` engine requests are too many
-        just now, and ApiError 400 where they would be for an empty queue.
+        """Check the queue's room for `tokens` prompt tokens in `requests` engine requests.
 
-        They are submitted right after, or not at all.
+        The caller submits them right after this. Raises QueueFull if there is no room at the
+        moment, and ApiError 400 if an empty queue would have none.
         """
         self._admission.check_tokens(tokens, requests, self.owner)
 
     def check_kept(self, ids: Sequence[str]) -> None:
-        """Raises ApiError 400 where more engine requests resume states of one engine, of these ids,
-        than that engine can hold."""
+        """Check that no engine gets more requests that resume its states than it can hold.
+
+        `ids`: the state of each engine request. Raises ApiError 400.
+        """
         if len(ids) > 1:
             self._admission.check_kept(self._backend.most_of_one(self.owner, ids), self.owner)
 
     def reserve(self, requests: int) -> None:
-        """Admits so many engine requests: their room in the queue is theirs until they are
-        submitted or the request ends.
+        """Admit `requests` engine requests; their places are reserved until they are submitted.
 
-        Raises QueueFull, and ApiError 400 for more than the engines could ever hold.
+        Raises QueueFull if there is no room at the moment, and ApiError 400 for more than the
+        engines can ever hold.
         """
         self._admission.reserve(requests, self.owner)
         self._reserved += requests
 
     @contextmanager
     def lending(self, part: InferenceRequest) -> Iterator[None]:
-        """Lends one of the admitted engine requests to `part`, of the same owner.
+        """Lend the place of one admitted engine request to `part`, of the same owner.
 
-        It is admitted again at the context's end, whatever else has come meanwhile.
+        At the context's end the place is reserved again, even if the queue is full by then.
         """
         self._reserved -= 1
         part._reserved += 1
@@ -232,14 +240,15 @@ class InferenceRequest:
         grammar_field: str | None = None,
         **fields: Any,
     ) -> None:
-        """Submits an engine request, which has been admitted by `reserve`.
+        """Submit an engine request that has been admitted by `reserve`.
 
         Args:
-            prompt: Token ids as `token_ids.pack_ids` packs them.
-            timeout: Seconds from the HTTP request's arrival until it ends with what it has.
-            interval: Tokens that a delivery of the stream gathers, as of a RequestStream.
-            grammar_field: The parameter by which the client asked for its grammar, for errors.
-            fields: Others of requests.Request, but `id` and `owner`.
+            prompt: Token ids packed by `token_ids.pack_ids`.
+            timeout: Seconds from the HTTP request's arrival after which the engine request ends
+                with what it has.
+            interval: Tokens that a delivery of the stream gathers (see RequestStream).
+            grammar_field: The client's field that gave the grammar, for error messages.
+            fields: Other fields of requests.Request, except `id` and `owner`.
 
         Raises EngineUnavailable, and Draining after `cut`.
         """
@@ -267,15 +276,15 @@ class InferenceRequest:
         self._open.add(request.id)
 
     def abort(self) -> None:
-        """Aborts all engine requests that have not ended."""
+        """Abort all engine requests that have not ended."""
         if self._open:
             self._backend.abort(sorted(self._open), "abort")
 
     def stop(self, which: int, kept: int | None) -> None:
-        """Ends one engine request with the reason "stop", as a stop string has ended its text.
+        """End one engine request with the reason "stop", after a stop string ended its text.
 
-        `kept`: how many of its generated tokens stand in the state that it leaves; None where it
-        leaves none. Does nothing once it has ended.
+        `kept`: how many of its generated tokens the kept state is to have read; None if no state is
+        kept. Does nothing if the engine request has ended.
         """
         request = self._streams[which].id
         if request in self._open:
@@ -283,13 +292,13 @@ class InferenceRequest:
             self._backend.abort([request], reason, [] if kept is None else [kept])
 
     def drop(self, which: int) -> None:
-        """Aborts one engine request, whose output cannot be rendered."""
+        """Abort one engine request whose output cannot be rendered."""
         request = self._streams[which].id
         if request in self._open:
             self._backend.abort([request], "abort")
 
     def end_if_behind(self, most: int) -> None:
-        """Ends a stream of which more than `most` tokens and alternatives wait for its reader.
+        """End the stream if more than `most` tokens and alternatives wait for its reader.
 
         What waits is still sent, and then the error ReaderBehind.
         """
@@ -299,8 +308,8 @@ class InferenceRequest:
         if unread <= most:
             return
         error = ReaderBehind(
-            f"the stream is read more slowly than it is written: {unread} tokens and alternatives "
-            f"wait, and at most {most} may; read faster, or ask for fewer tokens or alternatives"
+            f"the client reads the stream too slowly: {unread} tokens and alternatives are queued; "
+            f"allowed: up to {most}; read faster, or ask for fewer tokens or alternatives"
         )
         for stream in self._streams:
             if stream.id in self._open:
@@ -308,32 +317,32 @@ class InferenceRequest:
 
     @property
     def is_over(self) -> bool:
-        """Every engine request has ended, and its end has been read."""
+        """Whether every engine request has ended and its end has been read."""
         return not self._open
 
     @property
     def is_cut(self) -> bool:
-        """Whether `cut` was called: it submits nothing more."""
+        """Whether `cut` was called."""
         return self._cut
 
     def cut(self) -> None:
-        """Ends all engine requests with what they have; nothing more is submitted."""
+        """End all engine requests with what they have; later submits raise Draining."""
         self._cut = True
         self.abort()
 
     def write_through(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
-        """Has plain tokens rendered and written as they come, while `next_arrivals` waits.
+        """From now on render and write plain tokens as they arrive, without `next_arrivals`.
 
-        `renders` has a function for each engine request, by `which`. Tokens that come with anything
-        else, and those for which it gives None, come by `next_arrivals` as before.
+        `renders`: one function for each engine request. `next_arrivals` still returns tokens that
+        arrive together with anything else, and those for which the function returns None.
         """
         self._inbox.tap = _FastPath(self, renders, writer).take
 
     async def next_arrivals(self) -> list[Arrival]:
-        """Waits for what arrives next; empty where every engine request has ended.
+        """Wait for the next updates; return an empty list once every engine request has ended.
 
-        Updates that came together are returned together, one for each engine request: what has come
-        of one since it was last read is merged. A failed one brings its EngineError, once.
+        Updates that arrived together are returned together, merged into one for each engine
+        request. A failed engine request brings its EngineError once.
         """
         batch: list[Arrival] = []
         while self._unread and not batch:
@@ -342,7 +351,7 @@ class InferenceRequest:
             for stream in news:
                 update = stream.take()
                 finished = update.finished
-                if finished is not None and finished.answer:  # gathered in the engine
+                if finished is not None and finished.answer:  # the engine gathered the tokens
                     self.tokens_out += len(update.tokens)
                     self._metrics.gathered(finished, self._before_engine)
                 elif update.tokens:
@@ -361,7 +370,7 @@ class InferenceRequest:
         return batch
 
     def _named(self, error: EngineError, which: int) -> EngineError:
-        """An error with the name that the client knows its parameter by."""
+        """Name an engine error's parameter as the client knows it."""
         if error.param == "keep":
             field = "session_id" if self._chosen[which] else "return_state"
             error.param = self.keep_field or field
@@ -370,8 +379,10 @@ class InferenceRequest:
         return error
 
     def observe(self, count: int, which: int, now: float) -> None:
-        """Counts and times `count` tokens of one engine request that came at `now`, in seconds by
-        time.perf_counter."""
+        """Count and time `count` tokens of one engine request.
+
+        `now`: their arrival, in seconds by time.perf_counter.
+        """
         self.tokens_out += count
         last = self._latest[which]
         if last is None:
@@ -382,9 +393,9 @@ class InferenceRequest:
 
 
 class _FastPath:
-    """Renders and writes plain tokens of one request as they come, past `next_arrivals`.
+    """Renders and writes plain tokens of one request as they arrive, without `next_arrivals`.
 
-    The inbox alone holds it: a request that knew its own fast path would be a reference cycle.
+    Only the inbox refers to it: a reference from the request would be a cycle.
     """
 
     __slots__ = ("_inference", "_renders", "_writer")
@@ -397,7 +408,7 @@ class _FastPath:
         self._writer = writer
 
     def take(self, news: list[RequestStream]) -> list[RequestStream]:
-        """As engine.client.request_stream.Tap."""
+        """Write what can be written and return the other streams (request_stream.Tap)."""
         writer = self._writer
         if not writer.is_open():
             return news
@@ -409,7 +420,7 @@ class _FastPath:
             if tokens and stream.only_tokens:
                 try:
                     events = renders[stream.which](tokens)
-                except Exception:  # it ends this answer alone, where it is raised again
+                except Exception:  # it will be raised again by the slow path, for this answer alone
                     events = None
             if events is None:
                 left.append(stream)

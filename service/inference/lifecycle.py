@@ -1,4 +1,4 @@
-"""Lifecycle: which runtime new requests get, and whether any are taken.
+"""Lifecycle: the state of an API process, and the runtime that new requests get.
 
 loading -> ready -> draining
            ready -> restarting -> ready    (the engine died and is started again)
@@ -27,17 +27,16 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# Bytes that a snapshot may have beside its state; engine.cache.storage.snapshot knows better, but
-# later.
+# Bytes of a snapshot beside its state, at most. A coarse limit for uploads:
+# engine.cache.storage.snapshot checks the exact size.
 SNAPSHOT_REST = 2**17
-UNREAD_SECONDS = 0.25  # between looks at what streams' readers are behind by
+UNREAD_SECONDS = 0.25  # between checks for streams whose readers are too slow
 
 
 class Lifecycle:
-    """The state of one API process, and the runtimes that serve or finish what they have.
+    """The state of one API process, with its current runtime and those that finish their requests.
 
-    `on_failure` is called once when the model cannot be loaded or there is no engine any more;
-    `on_stop` when a supervisor ends this process, with whether at once.
+    `on_stop` is called when a supervisor ends this process; its argument says whether at once.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class Lifecycle:
         settings: Settings,
         on_failure: Callable[[EngineError], None] | None = None,
     ) -> None:
+        """`on_failure`: called once, when the model cannot be loaded or no engine is left."""
         self.engines = engines
         self.settings = settings
         self.metrics = Metrics(
@@ -55,18 +55,18 @@ class Lifecycle:
         self.failure: EngineError | None = None
         self.outage: EngineError | None = None  # while the engine is started again
         self.draining = False
-        self.restarts = 0  # of engines that died
+        self.restarts = 0  # engines that were started in the place of one that died
         self.on_stop: Callable[[bool], None] = lambda now: None
-        self.current: Runtime | None = None  # of new requests
-        self._told_where = ""  # in the log
-        # Of the engines of runtimes that serve or finish what they have.
+        self.current: Runtime | None = None  # the runtime of new requests
+        self._told_where = ""  # what the log said last about the engines
+        # The engines' generations of every runtime that has not been retired.
         self._generations: dict[Runtime, tuple[int, ...]] = {}
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> Literal["loading", "ready", "restarting", "draining", "failed"]:
-        """Which of the module's states this is."""
+        """The current state; see the module's docstring."""
         if self.failure is not None:
             return "failed"
         if self.draining:
@@ -76,7 +76,7 @@ class Lifecycle:
         return "loading" if self.current is None else "ready"
 
     def check_ready(self) -> None:
-        """Raises EngineDead, Draining or EngineLoading where no request can be taken now."""
+        """Raise EngineDead, Draining or EngineLoading if no request can be taken now."""
         if self.failure is not None:
             raise EngineDead(self.failure.message)
         if self.draining:
@@ -91,23 +91,23 @@ class Lifecycle:
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of new requests. Raises EngineLoading where there is none yet."""
+        """The runtime of new requests. Raises EngineLoading if there is none yet."""
         if self.current is None:
             raise EngineLoading("the model is still loading")
         return self.current
 
     def most_snapshot_bytes(self) -> int:
-        """The most bytes that a snapshot of the present model may have."""
+        """Return the largest size in bytes of a state file of the present model."""
         state = 0 if self.current is None else self.current.info.state_bytes
         return state + SNAPSHOT_REST
 
     @property
     def requests(self) -> set[InferenceRequest]:
-        """Every HTTP request for a model that has not ended."""
+        """All HTTP requests in flight, of all runtimes."""
         return set().union(*(runtime.requests for runtime in self._generations))
 
     def load(self) -> Stats:
-        """The load of all engines that this process uses, added up."""
+        """Return the load of all engines that this process uses, summed."""
         known = [client.stats for client in self._clients() if client.state == "ready"]
         if len(known) == 1:
             return known[0].load()
@@ -124,23 +124,23 @@ class Lifecycle:
         )
 
     async def exposition(self) -> bytes:
-        """Prometheus' text of all processes of this server, in UTF-8.
+        """Return the metrics of all processes of this server as Prometheus' text, in UTF-8.
 
-        Raises EngineUnavailable where they cannot be asked: a part of the counts would read as a
-        reset of them all.
+        Raises EngineUnavailable if a process does not answer: Prometheus would take smaller sums
+        for a reset of the counters.
         """
         snapshot = self.metrics.snapshot()
         return snapshot.render(await self.engines.gather(snapshot.pack()))
 
     async def ping(self) -> None:
-        """Returns when an engine has answered. Raises EngineUnavailable."""
+        """Return when an engine has answered. Raises EngineUnavailable."""
         if self.current is not None:
             await self.current.backend.ping(self.settings.ping_timeout)
 
     async def live(self) -> None:
-        """Follows what happens to the engines until there is none any more, or until cancelled.
+        """Follow the engines' events until no engine is left, or until cancelled.
 
-        Raises nothing: a failure is kept in `failure` and told to `on_failure`.
+        Raises nothing: a failure is stored in `failure` and passed to `on_failure`.
         """
         try:
             await self.engines.start(lambda: self.metrics.snapshot().pack())
@@ -161,24 +161,24 @@ class Lifecycle:
             self._fail(EngineDead(f"unexpected error while loading: {error}"))
 
     async def end_those_behind(self) -> None:
-        """Ends streams whose readers are too slow, until cancelled.
+        """End streams whose readers are too slow, until cancelled.
 
-        Nothing holds the engine back, so what waits for them would take memory without bound.
+        The engine has no back pressure, so unread output would take memory without bound.
         """
         while True:
             await asyncio.sleep(UNREAD_SECONDS)
             self._end_behind()
 
     def _end_behind(self) -> None:
-        # Not in the loop above, which would hold the last one while it sleeps.
+        # A method, so that the loop above does not refer to a request while it sleeps.
         for inference in self.requests:
             inference.end_if_behind(self.settings.max_unread)
 
     async def drain(self, timeout: float) -> None:
-        """Takes no new requests and returns when everything in flight has ended.
+        """Take no new requests, and return when all requests in flight have ended.
 
-        After `timeout` seconds what is left is made to end with what it has. A request is in flight
-        from its arrival on.
+        After `timeout` seconds the remaining requests are ended with what they have. A request is
+        in flight from its arrival on.
         """
         self.draining = True
         self.engines.hold()
@@ -188,17 +188,17 @@ class Lifecycle:
         self.cut()
 
     async def _all_ended(self) -> None:
-        """Returns when nothing is in flight, whichever runtime it began with."""
+        """Return when no runtime has a request in flight."""
         while busy := [one for one in self._generations if not one.requests.all_ended]:
             await busy[0].requests.ended()
 
     def cut(self) -> None:
-        """Ends everything in flight with what it has."""
+        """End all requests in flight with what they have."""
         for inference in self.requests:
             inference.cut()
 
     async def close(self) -> None:
-        """Leaves all engines; whatever is still under way is abandoned."""
+        """Release all engines, and abandon what is still running."""
         for task in list(self._tasks):
             task.cancel()
         await self.engines.close()
@@ -210,7 +210,7 @@ class Lifecycle:
         except EngineError:
             if backend.state != "dead":
                 raise
-            await self._leave(event.generations)  # the next event tells of their end
+            await self._leave(event.generations)  # the next event will report that they died
             return
         for client in backend.clients:
             if client not in known:
@@ -225,7 +225,7 @@ class Lifecycle:
             self._keep(self._retire(old))
         info, where = runtime.info, self._where(runtime)
         if where == self._told_where and old is not None and old.shares(backend):
-            return  # nothing is new for who reads the log
+            return  # nothing new to log
         self._told_where = where
         logger.info(
             "ready: %s (%s parameters) on %s, %s%s%s",
@@ -238,7 +238,7 @@ class Lifecycle:
         )
 
     def _tell_limits(self, engines: int) -> None:
-        """To the metrics, where so many serve."""
+        """Set the metrics of the queues' limits for this number of engines."""
         waiting, tokens = self.settings.max_waiting, self.settings.max_waiting_tokens
         self.metrics.set_limits(waiting * engines, tokens * engines)
 
@@ -255,19 +255,19 @@ class Lifecycle:
         task.add_done_callback(self._tasks.discard)
 
     async def _retire(self, runtime: Runtime) -> None:
-        """Gives engines up when nothing is in flight there any more."""
+        """Release a runtime's engines when its last request has ended."""
         await runtime.requests.ended()
         await self._leave(self._generations.pop(runtime))
 
     async def _leave(self, generations: Iterable[int]) -> None:
-        """Those of these engines that no other runtime has."""
+        """Release those of these engines that no other runtime uses."""
         needed = set().union(*self._generations.values())
         for generation in generations:
             if generation not in needed:
                 await self.engines.leave(generation)
 
     def _held_by_each(self) -> list[int | None]:
-        """How many requests each engine holds, None for one that is missing."""
+        """Return how many requests each engine holds; None for an engine that is missing."""
         clients = [] if self.current is None else self.current.backend.by_rank
         return [
             client.in_flight if client is not None and client.state == "ready" else None
@@ -275,7 +275,7 @@ class Lifecycle:
         ]
 
     def _clients(self) -> set[EngineClient]:
-        """Of all engines that this process has to do with."""
+        """Return the clients of all engines that this process uses."""
         return {client for runtime in self._generations for client in runtime.backend.clients}
 
     def _fail(self, error: EngineError) -> None:
@@ -286,6 +286,6 @@ class Lifecycle:
 
 
 def get_lifecycle(request: Request) -> Lifecycle:
-    """The application's lifecycle, as a FastAPI dependency."""
+    """Return the application's lifecycle; a FastAPI dependency."""
     lifecycle: Lifecycle = request.app.state.lifecycle
     return lifecycle

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's completions have them."""
+"""LogprobArrays: log-probabilities in the format of OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from engine.protocol.logprobs import TokenLogprobs
 from service.inference.output_text import Piece, Whole
 from service.text.tokenizer import Tokenizer
 
-# Stands for the logarithm of zero, which JSON cannot hold.
+# Replaces the logarithm of zero, which JSON cannot hold.
 LEAST_LOGPROB = -9999.0
 
 
 class LogprobArrays:
-    """The `logprobs` object: parallel arrays over tokens, as OpenAI's completions have them.
+    """The `logprobs` object of OpenAI's completions: parallel arrays with an entry for each token.
 
-    `top_logprobs` holds the k best and, where it is not among them, the token itself; of two tokens
-    of the same name the more likely one stands.
+    `top_logprobs` holds the k most likely tokens, and the token itself if it is not among them. Of
+    two tokens with the same name, the more likely one is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -30,7 +30,10 @@ class LogprobArrays:
         self.text_offset: list[int] = []
 
     def add(self, token: int, offset: int, logprobs: TokenLogprobs | None) -> None:
-        """One token; `logprobs` is None for the first token of a text."""
+        """Add a token that begins `offset` characters into the text.
+
+        `logprobs`: None for the first token of a text.
+        """
         name = self._names[token]
         self.tokens.append(name)
         self.text_offset.append(offset)
@@ -65,8 +68,15 @@ class LogprobArrays:
         *,
         begins: bool = True,
     ) -> None:
-        """A whole prompt, the first that is told; `scores` are of the tokens from `first_scored` on
-        (fewer where a timeout came first). `begins`: a text begins with it, else it goes on."""
+        """Add a whole prompt, before anything else.
+
+        Args:
+            prompt: Its token ids.
+            scores: Log-probabilities of its tokens from index `first_scored` on; fewer after a
+                timeout.
+            first_scored: Index of the first token with a log-probability.
+            begins: Whether the prompt is the beginning of a text, not the continuation of one.
+        """
         decoder = self._tokenizer.decoder(begins=begins) if self._tokenizer else None
         offset = 0
         for token, logprobs in zip_longest(prompt, [*[None] * first_scored, *scores]):
@@ -75,7 +85,7 @@ class LogprobArrays:
             offset += len(text)
 
     def add_told(self, told: Whole | Sequence[Piece], shift: int = 0) -> None:
-        """What is told of an answer whose text begins `shift` characters after the start."""
+        """Add an answer's pieces; its text begins `shift` characters after the start."""
         if isinstance(told, Whole):
             self._add_whole(told, shift)
             return
@@ -84,7 +94,7 @@ class LogprobArrays:
                 self.add(piece.token, piece.offset + shift, piece.logprobs)
 
     def _add_whole(self, whole: Whole, shift: int) -> None:
-        """As with its pieces, but quicker."""
+        """Add a whole answer at once, faster than piece by piece."""
         names, top = self._names, whole.reports.top
         tokens = list(map(names.__getitem__, whole.tokens))
         chosen, _, ids, values = whole.reports.columns()
@@ -118,7 +128,7 @@ class LogprobArrays:
 
 
 class _Numbers(dict[int, str]):
-    """Names where there is no tokenizer."""
+    """Names of tokens for a model without a tokenizer: `token_id:17`."""
 
     def __missing__(self, token: int) -> str:
         return f"token_id:{token}"

@@ -1,6 +1,6 @@
-"""OutputText: one request's text as it grows, from engine updates.
+"""OutputText: turns the engine's updates of one request into text, and applies stop strings.
 
-Each token becomes one `Piece`: its share of the text, after decoding, after stop strings.
+Each token becomes one `Piece`: its share of the text after both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from service.text.tokenizer import Tokenizer
 
 
 class Piece(msgspec.Struct, gc=False):
-    """What one token adds to a text; `token` is None for text without one (held-back text whose end
-    has come)."""
+    """The share of a text that one token adds.
+
+    `token` is None for held-back text that is released at the text's end.
+    """
 
     text: str
     offset: int  # characters of the text before this token
@@ -35,8 +37,10 @@ class Piece(msgspec.Struct, gc=False):
 
 
 class Whole(NamedTuple):
-    """The pieces of a text that came whole, with log-probabilities: as columns, since most who ask
-    for these want columns."""
+    """The pieces of a text that arrived as a whole, with log-probabilities, as columns.
+
+    Most formats of log-probabilities are columns.
+    """
 
     tokens: list[int]
     texts: list[str]
@@ -44,7 +48,7 @@ class Whole(NamedTuple):
     reports: PackedLogprobs
 
     def pieces(self) -> list[Piece]:
-        """One by one."""
+        """Return the pieces one by one."""
         rows = zip(self.texts, self.offsets, self.tokens, self.reports.unpack(), strict=True)
         return [
             Piece(text, offset, count, token, logprobs)
@@ -54,32 +58,37 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """Where a text ends that the engine is not to end by itself."""
+    """The end of a text that is found here and not by the engine (GenerationTask._runs_on)."""
 
     most: int  # tokens
-    stop_ids: frozenset[int]  # tokens that end it and are no part of it
+    stop_ids: frozenset[int]  # tokens that end the text and are not part of it
 
 
 def grouped(pieces: list[Piece], interval: int) -> list[list[Piece]]:
-    """Pieces by the event of a stream that tells them: up to `interval` in one."""
+    """Split pieces into groups of up to `interval`, one group for each event of a stream."""
     return [pieces[i : i + interval] for i in range(0, len(pieces), interval)]
 
 
 class _KeptPart:
-    """How many tokens stand before all that a stop string may cut off."""
+    """Counts the tokens whose text no stop string can cut off any more."""
 
     __slots__ = ("_count", "_ends", "_fed", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._count = 0  # of all tokens
+        self._count = 0  # all tokens
         self._fed = 0  # characters that the stop strings have seen
-        # Where tokens end of which that is not known: their counts, and characters up to there.
+        # For tokens that may still be cut off: the tokens and characters up to their end.
         self._ends: deque[tuple[int, int]] = deque()
 
     def add(self, characters: int, passed: int, *, whole: bool) -> None:
-        """One token more, with so many characters; so many of all are `passed` for good. `whole`:
-        no character is open at its end."""
+        """Add one token.
+
+        Args:
+            characters: The token's characters.
+            passed: Characters of the whole text that are certain to stay.
+            whole: Whether the text ends with a complete character after this token.
+        """
         self._count += 1
         self._fed += characters
         if whole:
@@ -89,10 +98,10 @@ class _KeptPart:
 
 
 class OutputText:
-    """What has been generated for one prompt. Without a tokenizer all text is empty.
+    """The generated text of one prompt. Without a tokenizer all text is empty.
 
-    Each update of the engine is taken once, by one of the `take` methods, in order. `finish_reason`
-    is None until the text has ended.
+    Each update of the engine is passed once, in order, to one of the `take` methods.
+    `finish_reason` is None until the text has ended.
     """
 
     def __init__(
@@ -107,63 +116,63 @@ class OutputText:
         keeps: bool = False,
         rule: EndRule | None = None,
     ) -> None:
-        """The text before its first token.
+        """Begin an empty text.
 
         Args:
-            tokenizer: The model's, or None.
+            tokenizer: The model's tokenizer, or None.
             prompt: Token ids that the text continues.
-            stop: Stop strings; the text ends before the first that it would hold.
-            ends: Tokens that end the text although the engine takes them for others. They count as
-                generated, have no text, and make the finish_reason "stop". They come last, for the
-                engine is asked for one token only.
-            before: The last tokens of the state that the prompt is read after.
-            begins: Where neither `before` nor the prompt has a text, the text begins with the
-                first token, before which tokenizers may take a space off.
-            keeps: A state is kept at the text's end, and the end is given once it is.
-            rule: Where the text ends, if the engine is not to end it: with `keeps` and `stop`, so
-                that the state has read no more than the text.
+            stop: Stop strings; the text ends before the first one that occurs.
+            ends: Tokens that end the text here, although the engine treats them as any other. They
+                count as generated, have no text, and set the finish_reason "stop". Used only if the
+                engine generates a single token.
+            before: The last tokens of the state that the prompt continues.
+            begins: Whether the text begins with its first generated token if neither `before` nor
+                the prompt has any text. Some tokenizers remove a space there.
+            keeps: Whether a state is kept at the text's end; the last piece then waits for it.
+            rule: The text's end, if it is found here: with `keeps` and `stop`, so that the state
+                does not read beyond the text.
         """
         self._ends = ends
-        self._ended = False  # by one of them
+        self._ended = False  # whether one of `ends` came
         self._tokenizer = tokenizer
         self._context = [*before, *prompt] if before else prompt
         self._plain = tokenizer.plain_texts if tokenizer else None
-        # Made where tokens are not all plain; what follows a token that has a text by itself does
-        # not depend on what was before it.
+        # Made only if it is needed: plain tokens need no decoder, and text after a plain token does
+        # not depend on what is before it.
         self._decoder: Decoder | None = None
         clear = self._plain is not None and prompt and self._plain[prompt[-1]]
         if tokenizer is not None and not clear:
             self._decoder = tokenizer.decoder(after=self._context, begins=begins)
         self._stop = StopMatcher(stop) if stop else None
         self._decoded = 0  # characters
-        # Where a part of the tokens may have to be kept.
+        # Counts the tokens that the kept state is to have read, if a stop string may cut some off.
         self._kept = _KeptPart() if keeps and stop else None
         self._rule = rule
-        self._over: FinishReason | None = None  # by the rule or a stop string
-        self._awaits_state = False  # the text has ended, but for the state that is kept
+        self._over: FinishReason | None = None  # set by the rule or a stop string
+        self._awaits_state = False  # the text has ended, and its state is not kept yet
         self._keeps = keeps
-        # What may have to be kept in part is counted in `take`.
+        # If tokens have to be looked at one by one, only `take` can do so.
         in_part = bool(ends) or rule is not None or self._kept is not None
-        if stop is not None and stop.marks:  # special tokens mean something
+        if stop is not None and stop.marks:  # stop strings name special tokens
             in_part = True
         self._takes_plain = None if in_part else self._plain
-        self.finished: Finished | None = None  # the engine's last word
+        self.finished: Finished | None = None  # the engine's last event
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0
         self.finish_reason: FinishReason | None = None
-        self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, where asked for
-        # Tokens of which `take_plain` knows that it takes them just now; None or empty: it looks.
+        self.scores: list[TokenLogprobs] = []  # of the prompt's tokens, if it is scored
+        # Tokens that `take_plain` may take without a check; None or empty: it has to check.
         self._known: set[int] | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string or the rule has ended the text; the engine may not know it yet."""
+        """Whether a stop string or the rule has ended the text; the engine may still generate."""
         return self._over is not None
 
     def take(self, update: Update) -> list[Piece]:
-        """Takes an update; returns its pieces, one for each token.
+        """Take an update and return its pieces, one for each token.
 
-        What comes after the text's end is dropped. The last piece has the finish_reason.
+        Tokens after the text's end are dropped. The last piece has the finish_reason.
         """
         self._known = None
         self.scores += update.scores
@@ -189,8 +198,10 @@ class OutputText:
         return pieces
 
     def _take_clear(self, update: Update) -> list[Piece] | None:
-        """The pieces of tokens that end nothing and whose texts are whole in themselves; else
-        takes nothing."""
+        """Return the pieces if all tokens are plain and nothing can end the text; else None.
+
+        With None, nothing was taken.
+        """
         plain = self._takes_plain
         if plain is None or self._stop is not None or self._holds:
             return None
@@ -208,7 +219,7 @@ class OutputText:
         return pieces
 
     def _take_each(self, update: Update) -> list[Piece]:
-        """The pieces up to where the text ends."""
+        """Return the pieces, token by token, up to the text's end."""
         pieces: list[Piece] = []
         for i, token in enumerate(update.tokens):
             if self._rule is not None and token in self._rule.stop_ids:
@@ -232,7 +243,7 @@ class OutputText:
         return pieces
 
     def _pass_on(self, token: int, text: str) -> str:
-        """What stop strings let through once a token's text has come."""
+        """Pass a token's text through the stop strings; return the text that is certain to stay."""
         assert self._stop is not None
         if self._stop.strings.marks:
             text += self._stop.strings.marks.get(token, "")
@@ -243,14 +254,14 @@ class OutputText:
 
     @property
     def _cut(self) -> bool:
-        """By a stop string."""
+        """Whether a stop string has ended the text."""
         return self._stop is not None and self._stop.stopped
 
     def take_whole(self, update: Update) -> Whole | None:
-        """Takes an update that is the whole text, with log-probabilities; returns it as columns.
+        """Take an update that is a whole text with log-probabilities; return it as columns.
 
-        Returns None, and takes nothing, where the update is not the whole, or not the engine alone
-        says how the text ends: then `take` is for it.
+        Returns None and takes nothing if the update is not a whole text, or if its end is not found
+        by the engine alone: then use `take`.
         """
         plain, finished, tokens = self._takes_plain, update.finished, update.tokens
         if plain is None or finished is None or finished.reports is None or not tokens:
@@ -276,22 +287,23 @@ class OutputText:
         return Whole(tokens, texts, offsets, finished.reports)
 
     def take_plain(self, tokens: Sequence[int]) -> bool:
-        """Takes tokens whose texts are whole in themselves, and returns True.
+        """Take tokens if all of them are plain, and return whether they were taken.
 
-        Whole: none holds a part of a character, and none can belong to a stop string. Otherwise
-        takes nothing and returns False. For requests without log-probabilities, whose pieces are
-        nothing but the tokens' texts.
+        Plain: no token holds a part of a character, and none can belong to a stop string. For
+        requests without log-probabilities, whose pieces are only the tokens' texts.
         """
         known = self._known or self._find_known()
         if known is None or not (known.issuperset(tokens) or self._are_plain(tokens)):
             return False
-        # `_decoded`, which is there for log-probabilities, stays as it is.
+        # `_decoded` is used by log-probabilities only, so it is not updated.
         self.completion_tokens += len(tokens)
         return True
 
     def _find_known(self) -> set[int] | None:
-        """`_known`, which may be empty; None where no token may be taken so, since something is
-        held back, the text has ended, or its tokens are counted one by one."""
+        """Return `_known`, which may be empty, or None if `take_plain` may take nothing.
+
+        It may not if text is held back, the text has ended or tokens are counted one by one.
+        """
         plain, stop = self._takes_plain, self._stop
         if plain is not None and self.finish_reason is None and not self._holds:
             if stop is None:
@@ -301,16 +313,13 @@ class OutputText:
         return self._known
 
     def _are_plain(self, tokens: Sequence[int]) -> bool:
-        """Looks at texts of tokens; `_known` mostly has them from then on."""
+        """Check the texts of tokens; plain ones are added to `_known`, up to a limit."""
         plain, stop = self._plain, self._stop
         assert plain is not None
         return plain.has_all(tokens) if stop is None else stop.strings.all_clear(tokens, plain)
 
     def take_text(self, update: Update) -> tuple[str, list[int]]:
-        """Takes an update; returns the text and the token ids that it adds.
-
-        As `take`, where nobody asks for pieces.
-        """
+        """Take an update and return the text and the token ids that it adds, without pieces."""
         if self._stop is not None or self._ends or self.finish_reason is not None:
             pieces = self.take(update)
             tokens = [piece.token for piece in pieces if piece.token is not None]
@@ -328,17 +337,18 @@ class OutputText:
 
     @property
     def _holds(self) -> bool:
-        """A part of a character has come."""
+        """Whether an incomplete character is held back."""
         return self._decoder is not None and self._decoder.holds
 
     def _text_of_one(self, token: int) -> tuple[str, int]:
-        """The text that a token adds, and how many of its characters belong to tokens before it."""
+        """Return the text that a token adds, and how many of its characters belong to earlier
+        tokens."""
         held = self._holds
         text = self._text_of((token,))
         return text, self._decoder.late if held and self._decoder is not None else 0
 
     def _text_of(self, tokens: Sequence[int]) -> str:
-        """The text that tokens add."""
+        """Return the text that tokens add."""
         if self._tokenizer is None:
             return ""
         if self._plain is not None and not self._holds:
@@ -350,7 +360,7 @@ class OutputText:
         return self._decoder.feed(tokens[0]) if len(tokens) == 1 else self._decoder.feed_all(tokens)
 
     def _end_kept(self, update: Update) -> list[Piece]:
-        """The last piece of a text that has ended, once its state is kept."""
+        """Return the last piece of a text that has ended, once its state is kept; before: none."""
         if update.finished is None:
             return []
         reason: FinishReason | None = "stop" if self._ended else self._over
@@ -359,9 +369,9 @@ class OutputText:
         return [Piece(text, self._decoded, self.completion_tokens, finish_reason=reason)]
 
     def kept_tokens(self) -> int | None:
-        """How many generated tokens the kept state has to have read, once the text has ended.
+        """Return how many generated tokens the kept state is to have read, once the text has ended.
 
-        Those that are whole before the stop string, or all. None where no state is kept, and where
+        These are the tokens that end before the stop string, or all. None if no state is kept or
         there are no stop strings.
         """
         if self._kept is None:
@@ -376,18 +386,18 @@ class OutputText:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that were in the prefix cache; None until the engine has told."""
+        """Prompt tokens that were prefix cache hits; None until the engine request has ended."""
         return None if self.finished is None else self.finished.cached_tokens
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage` object of this text alone."""
+        """Return OpenAI's `usage` object of this text alone."""
         return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
 def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
 ) -> dict[str, Any]:
-    """The `usage` object."""
+    """Return OpenAI's `usage` object for these numbers of tokens."""
     told: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -399,8 +409,10 @@ def usage(
 
 
 def total_usage(outputs: Sequence[OutputText], draws: int = 1) -> dict[str, Any]:
-    """The `usage` object of `draws` samples of each prompt; a prompt counts once, as its first
-    sample has read it."""
+    """Return the `usage` object of `draws` samples of each prompt.
+
+    A prompt counts once, with the cache hits of its first sample.
+    """
     firsts = outputs[::draws]
     return usage(
         sum(output.prompt_tokens for output in firsts),

@@ -1,8 +1,8 @@
-"""Beginnings: what the prompts of one batch have in common, so that each shared part is read once.
+"""Finds the prefixes that the prompts of one batch share, so that each of them is read once.
 
-By itself the engine finds out where two prompts part when it sees the second one, whose beginning
-it then reads again to keep a state there. Of a batch all prompts are known before the first is
-read: so that one leaves a state wherever another parts from it.
+By itself the engine learns where two prompts diverge when it sees the second one. It then reads the
+shared prefix again to cache a state there. In a batch all prompts are known before the first one is
+read, so the first one can leave a state wherever another diverges from it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Iterable, Sequence
 
 from engine.protocol.token_ids import ID_BYTES
 
-LEAST = 16  # tokens of a shared part: fewer are read in the time that another step takes
-MOST_POINTS = 8  # of one prompt, the longest ones
+LEAST = 16  # tokens of a shared prefix; reading fewer again is as fast as an additional step
+MOST_POINTS = 8  # shared prefixes of one prompt; the longest ones are used
 
 
-Company = tuple[str, str]  # of prompts that begin at the same state and may know of each other
+# Identifies prompts that may share prefixes: they start from the same state, with the same salt.
+Company = tuple[str, str]
 Points = dict[tuple[Company, bytes], tuple[int, ...]]
 
 
 def shared_prefixes(prompts: Iterable[tuple[Company, bytes]]) -> Points:
-    """`junctions` of each company's prompts, which may come several times; those without any are
-    left out."""
+    """Return the `junctions` of prompts within each company; prompts without any are left out.
+
+    Equal prompts may occur several times.
+    """
     companies: dict[Company, set[bytes]] = {}
     for company, prompt in prompts:
         companies.setdefault(company, set()).add(prompt)
@@ -36,16 +39,18 @@ def shared_prefixes(prompts: Iterable[tuple[Company, bytes]]) -> Points:
 
 
 def junctions(prompts: Sequence[bytes]) -> list[tuple[int, ...]]:
-    """For each packed prompt the lengths, in tokens and rising, of the beginnings within it at
-    which others of these part from it."""
+    """Return for each packed prompt the lengths at which other prompts diverge from it.
+
+    Lengths are in tokens, ascending, at least LEAST and less than the prompt's own length.
+    """
     if len({prompt[: LEAST * ID_BYTES] for prompt in prompts}) == len(prompts):
-        return [()] * len(prompts)  # mostly
+        return [()] * len(prompts)  # the usual case: all prompts begin differently
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    # Sorted, those with a common beginning stand together.
+    # Sorted, prompts with a common prefix are neighbours.
     common = [_common(prompts[one], prompts[other]) for one, other in itertools.pairwise(order)]
     points: list[set[int]] = [set() for _ in prompts]
     for which, lengths in ((order, common), (order[::-1], common[::-1])):
-        path: list[int] = []  # lengths that this one shares with some before it, rising
+        path: list[int] = []  # lengths of prefixes shared with earlier prompts, ascending
         for one, length in zip(which, [0, *lengths], strict=True):
             while path and path[-1] > length:
                 path.pop()
@@ -59,8 +64,7 @@ def junctions(prompts: Sequence[bytes]) -> list[tuple[int, ...]]:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """How many tokens two prompts begin with alike: by halves, each of which is one comparison of
-    memory."""
+    """Return the length in tokens of the common prefix of two packed prompts (binary search)."""
     low, high = 0, min(len(one), len(other)) // ID_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,5 +1,7 @@
-"""Runtime: one model with its engines, and what its requests share. A request keeps the runtime
-that it began with, also when another one has taken its place meanwhile."""
+"""Runtime: one loaded model with its engines, tokenizer and chat template.
+
+A request keeps the runtime that it began with, even if a reload replaces it meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from service.text.tokenizer import Tokenizer
 
 
 class Runtime:
-    """Made by `load`."""
+    """One loaded model and what its requests share; made by `load`."""
 
     def __init__(
         self,
@@ -37,8 +39,8 @@ class Runtime:
         self.info = info
         self.tokenizer = tokenizer
         self.chat = chat
-        self.parts = parts  # of the tokenizer's tokens, for events rendered ahead
-        self.model_name = settings.model_name or info.name  # what clients call the model
+        self.parts = parts  # the tokens' parts of stream events, for event templates
+        self.model_name = settings.model_name or info.name  # the name in requests and answers
         self.loaded_at = int(time.time())  # seconds since 1970
         self.requests = RequestsInFlight()
         self.admission = AdmissionControl(
@@ -54,9 +56,11 @@ class Runtime:
         metrics: Metrics,
         before: Runtime | None = None,
     ) -> Runtime:
-        """What the model of these engines needs here; of the runtime `before` what it has in common
-        with that. Raises what `EngineBackend.ready` raises, and CheckpointError for a tokenizer or
-        template that cannot be used."""
+        """Wait for the engines and load the tokenizer and chat template of their model.
+
+        If the runtime `before` shares an engine, its tokenizer and template are used again. Raises
+        what `EngineBackend.ready` raises, and CheckpointError for a tokenizer that cannot be used.
+        """
         info = await backend.ready()
         if before is None or not before.shares(backend):
             tokenizer, chat = await load_text(info)
@@ -67,12 +71,17 @@ class Runtime:
         return runtime
 
     def shares(self, backend: EngineBackend) -> bool:
-        """Whether they have an engine in common."""
+        """Whether this runtime and `backend` have an engine in common."""
         return not set(self.backend.clients).isdisjoint(backend.clients)
 
     def begin(self, arrived: float, owner: str, least_priority: int) -> InferenceRequest:
-        """One HTTP request that arrived then, by time.perf_counter (a context manager); `owner` is
-        the name of its key, which may ask for priorities from `least_priority` on."""
+        """Begin an HTTP request; the returned request is a context manager.
+
+        Args:
+            arrived: Its arrival, in seconds by time.perf_counter.
+            owner: The API key's name, or "".
+            least_priority: The most urgent priority that the key allows.
+        """
         return InferenceRequest(
             self.backend,
             self._metrics,
@@ -84,7 +93,7 @@ class Runtime:
         )
 
     def begin_beside(self, inference: InferenceRequest) -> InferenceRequest:
-        """A further one of the same HTTP request, from now on."""
+        """Begin a further InferenceRequest of the same HTTP request, arriving now."""
         beside = self.begin(time.perf_counter(), inference.owner, inference.least_priority)
         if inference.is_cut:
             beside.cut()
@@ -92,6 +101,6 @@ class Runtime:
 
 
 def get_runtime(request: Request) -> Runtime:
-    """The request's runtime, as a FastAPI dependency. Raises EngineLoading."""
+    """Return the request's runtime; a FastAPI dependency. Raises EngineLoading."""
     runtime: Runtime | None = request.scope.get(RUNTIME)
     return runtime or request.app.state.lifecycle.runtime

@@ -1,8 +1,7 @@
-"""Answers that outlive one moment: streams of server-sent events, and work that ends when its
-client goes away.
+"""Streams of server-sent events.
 
-The first event decides the status: until then an error becomes an HTTP error. After it, an error
-that ends the stream is one `data: {"error": ...}` frame, and no `data: [DONE]` follows.
+An error before the first event becomes an HTTP error. After it, an error that ends the stream is
+one `data: {"error": ...}` frame, and no `data: [DONE]` follows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from service.observability.outcomes import outcome_of
 
 logger = logging.getLogger(__name__)
 
-# Proxies must pass events on as they come.
+# Proxies must neither cache nor buffer events.
 HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -35,21 +34,27 @@ HEADERS = (
 
 
 class EventRenderer(Protocol):
-    """What one request has to say in a stream."""
+    """Renders the events of one engine request."""
 
     def render(self, update: Update) -> bytes | Coroutine[Any, Any, bytes]:
-        """The events of what has come; a coroutine for what is better rendered beside the event
-        loop."""
+        """Render the events of an update; return a coroutine if it is rendered on a thread."""
 
     def render_tokens(self, tokens: Sequence[int]) -> bytes | None:
-        """Those of tokens that came alone; None, and nothing is taken, where they are not plain."""
+        """Render the events of plain tokens; return None and do nothing if they are not plain."""
 
 
 def render_each(
     count: int, render: Callable[[int], T], failed: Callable[[int, Exception], T]
 ) -> list[T]:
-    """What `render` gives for each of a request's answers; where it raises, what `failed` makes of
-    that, so that the others are given. Raises where there is one answer alone."""
+    """Render `count` answers of a request, with an error in the place of those that fail.
+
+    Args:
+        count: Answers of the request.
+        render: Renders an answer, by its position.
+        failed: Renders an answer for which `render` raised.
+
+    Raises what `render` raises if there is only one answer.
+    """
     told: list[T] = []
     for which in range(count):
         try:
@@ -63,11 +68,10 @@ def render_each(
 
 
 class EventSource:
-    """The events of several engine requests, those that came together in one chunk.
+    """The events of an HTTP request's engine requests; those that arrived together in one chunk.
 
-    A request that fails, or whose answer cannot be rendered, gets an event of its own
-    (`render_error`) where others are served; where none is left to serve, its error ends the
-    stream. `last` is rendered before [DONE].
+    If an engine request fails, or its answer cannot be rendered, it gets an event of its own
+    (`render_error`), and the others go on. If no other is left, its error ends the stream.
     """
 
     __slots__ = (
@@ -91,21 +95,28 @@ class EventSource:
         render_error: Callable[[int, Exception], bytes],
         last: Callable[[], bytes],
     ) -> None:
-        """`renderers`: one for each of its engine requests."""
+        """Prepare the events.
+
+        Args:
+            inference: The HTTP request.
+            renderers: One for each engine request.
+            render_error: Renders the event of an engine request that failed, by its position.
+            last: Renders the events before [DONE].
+        """
         self._inference = inference
         self._renderers = renderers
         self._renders = [renderer.render_tokens for renderer in renderers]  # for the fast path
         self._render_error = render_error
         self._last = last
         self._failed = 0
-        self._broken: set[int] = set()  # of which nothing more is told
-        self._served = False  # some request has been
-        self._held = b""  # what is not given yet: errors that came before anything else
-        self._error: Exception | None = None  # that ends the stream, after what came before it
-        self.over = False  # the last one has been given
+        self._broken: set[int] = set()  # engine requests that could not be rendered
+        self._served = False  # whether some engine request has had an event
+        self._held = b""  # error events that came before any other; not returned yet
+        self._error: Exception | None = None  # ends the stream at the next call of `next`
+        self.over = False  # whether the last chunk has been returned
 
     async def next(self) -> bytes:
-        """The next one. Raises the error that ends the stream."""
+        """Return the next chunk of events. Raises the error that ends the stream."""
         if self._error is not None:
             raise self._error
         inference, renderers = self._inference, self._renderers
@@ -126,7 +137,7 @@ class EventSource:
                     except Exception as raised:
                         logger.exception("an answer could not be rendered")
                         self._broken.add(which)
-                        self._renders[which] = _leave  # what still comes is no part of the answer
+                        self._renders[which] = _leave  # its further tokens are dropped
                         inference.drop(which)
                         error = raised
                 self._failed += 1
@@ -147,7 +158,7 @@ class EventSource:
         return end
 
     async def written(self, writing: Awaitable[None]) -> None:
-        """Awaits a write, which may wait for the client to read what was written before."""
+        """Await a write that may have to wait for the client to read."""
         self._inference.awaits_reader = True
         try:
             await writing
@@ -155,18 +166,20 @@ class EventSource:
             self._inference.awaits_reader = False
 
     def write_through(self, writer: Writer) -> None:
-        """From now on plain tokens are written as they come, without being asked for here."""
+        """From now on write plain tokens as they arrive, without calls of `next`."""
         self._inference.write_through(self._renders, writer)
 
 
 def _leave(tokens: Sequence[int]) -> bytes | None:
-    """As `EventRenderer.render_tokens`, of one that tells nothing more."""
+    """Render nothing: replaces `EventRenderer.render_tokens` of a broken engine request."""
     return None
 
 
 class EventStream(Response):
-    """Sends chunks of server-sent events as they come; while a write waits for its reader, `chunks`
-    is not asked for more."""
+    """A response that sends an EventSource's chunks as they come.
+
+    While a write waits for the client to read, no further chunk is asked for.
+    """
 
     media_type = "text/event-stream"
 
@@ -215,7 +228,7 @@ def _body(data: bytes, *, more: bool) -> Message:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """The error object of an exception; those that are not ours are not spelled out."""
+    """Return the error object for an exception; unexpected ones are an "internal error"."""
     return _api_error(error).body
 
 
@@ -228,9 +241,11 @@ def _api_error(error: Exception) -> ApiError:
 
 
 def ends_all(error: Exception) -> bool:
-    """The error concerns the engine or the whole stream, or says that the engine does not take all
-    of what was asked (which it may find out for a part of it only, where several API processes fill
-    one queue)."""
+    """Whether an error ends the whole answer and not only one of its engine requests.
+
+    It does if it concerns the engine or the whole stream, or if the engine's queue is full: with
+    several API processes the engine may refuse some of a request's prompts only.
+    """
     if isinstance(error, QueueFull | ReaderBehind):
         return True
     return isinstance(error, EngineUnavailable) and not isinstance(error, StepFailed)

@@ -1,4 +1,4 @@
-"""The supervisor of a server's engines, as the settings want it."""
+"""make_supervisor: builds the supervisor of a server's engines from the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from service.text.chat_template import load_text
 
 
 def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor:
-    """Not started; `engine` as of ProcessTransport. Raises ConfigError."""
+    """Return a supervisor that has not been started.
+
+    `engine`: the factory of the engine, for tests (see ProcessTransport). Raises ConfigError.
+    """
     rules = SupervisorConfig(
         restarts=settings.engine_restarts,
         window=settings.restart_window,
@@ -24,7 +27,7 @@ def make_supervisor(settings: Settings, engine: str | None = None) -> Supervisor
 
 
 async def _check_text(info: ModelInfo) -> None:
-    """Raises CheckpointError where API processes could not make use of the model."""
+    """Raise CheckpointError if API processes could not use the model's tokenizer."""
     try:
         await load_text(info)
     except EngineError:

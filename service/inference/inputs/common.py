@@ -1,4 +1,4 @@
-"""What every generating endpoint reads of a request in the same way."""
+"""read_common: reads the fields that all generating endpoints have in common."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.inference.inputs.sampling import (
 from service.inference.runtime import Runtime
 from service.text.stop import StopStrings
 
-# Fields of requests that are read here beside those of SamplingParams.
+# Fields that are read here in addition to those of SamplingParams.
 COMMON = ("timeout", "priority", "stop", *FIELDS)
 
 Columns = Mapping[str, Sequence[Any]]
@@ -27,17 +27,17 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class CommonInputs:
-    """What one prompt's request of the engine has from fields that all endpoints share."""
+    """The common inputs of one prompt."""
 
     timeout: float  # seconds from the request's arrival
     priority: int
-    params: SamplingParams  # with the grammar
+    params: SamplingParams  # including the grammar
     stop: StopStrings | None
-    grammar_field: str | None  # by which the client asked for the grammar
+    grammar_field: str | None  # the field of the client's request that gave the grammar
 
 
 def fields_of(body: Any, names: Iterable[str]) -> dict[str, list[Any]]:
-    """The fields of these names that a body of one prompt gives, as columns of one value."""
+    """Return the given fields of a body with one prompt, as columns with one value each."""
     return {name: [value] for name in names if (value := getattr(body, name)) is not None}
 
 
@@ -51,12 +51,20 @@ async def read_common(
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
 ) -> list[CommonInputs]:
-    """The common inputs of `count` prompts.
+    """Read the common inputs of `count` prompts.
 
-    `columns` has a value for each prompt, by field: any of COMMON, the others of SamplingParams;
-    None stands for a field that is not given. `name` says what errors call a field of a prompt,
-    `times` how many requests each prompt makes of the engine. Raises ApiError 400 for values beyond
-    the limits of server, key or model, and for wrong grammars.
+    Args:
+        columns: A value for each prompt, by field: fields of COMMON and of SamplingParams. None
+            stands for a field that is not given.
+        count: Number of prompts.
+        runtime: The model.
+        request: The HTTP request.
+        check: Compiles grammars.
+        name: Returns the name of a prompt's field for error messages.
+        times: Engine requests of each prompt.
+
+    Raises ApiError 400 for values beyond the limits of server, key or model, and for wrong
+    grammars.
     """
     settings, info = runtime.settings, runtime.info
     nothing: list[None] = [None] * count
@@ -71,7 +79,7 @@ async def read_common(
         asked = [{field: columns[field][i] for field in guided} for i in range(count)]
         grammars = await read_grammars(asked, runtime, check, timeouts, name, times)
     sampling = [field for field in columns if field not in COMMON]
-    made: dict[tuple[int, ...], SamplingParams] = {}  # by the very values: they are often the same
+    made: dict[tuple[int, ...], SamplingParams] = {}  # by identity: prompts often share the values
     read: list[CommonInputs] = []
     for i, grammar in enumerate(grammars):
         values = {field: columns[field][i] for field in sampling}
@@ -79,7 +87,7 @@ async def read_common(
         params = made.get(same)
         if params is None:
             params = constrained(sampling_params(values, settings, info), grammar)
-            if values.get("seed") is not None:  # else each has one of its own
+            if values.get("seed") is not None:  # else each prompt gets a random seed of its own
                 made[same] = params
         read.append(CommonInputs(timeouts[i], priorities[i], params, stops[i], field_of(grammar)))
     return read

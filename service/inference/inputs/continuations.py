@@ -1,10 +1,10 @@
-"""Continuations of a context, by the ids that the whole text has.
+"""Context: tokenises continuations together with their context.
 
-What follows a text is seldom encoded as it would be alone: a tokenizer may put a space before a
-text, or join the characters on both sides. So a continuation's ids are those that context and
-continuation have together, behind what the two have in common with the context alone. White space
-at the context's end belongs to the continuation, where tokenizers mostly keep it (as
-lm-evaluation-harness has it).
+A continuation's tokens usually differ from those of the same text alone: a tokenizer may put a
+space before a text, or merge characters across the border. So context and continuation are
+tokenised together, and the continuation's tokens are those after the longest common prefix with the
+context's own tokens. White space at the context's end belongs to the continuation, because
+tokenizers mostly join it to the next word (as in lm-evaluation-harness).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from service.http.errors import invalid
 from service.inference.inputs.sampling import end_of_text, read_prompt
 from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 
-LONG = 2048  # characters: of a longer context only the end is encoded again with a continuation
+LONG = 2048  # characters; only the end of a longer context is tokenised with each continuation
 
 
 class Context:
-    """What several continuations follow; `name` is what errors call it."""
+    """A context of several continuations."""
 
     def __init__(
         self,
@@ -33,34 +33,45 @@ class Context:
         begins: bool,
         goes_on: bool,
     ) -> None:
-        """`begins`: the context is the beginning of a text. `goes_on`: a state is known to stand
-        before it, so that it may be empty."""
+        """Take a context.
+
+        Args:
+            context: A text or token ids.
+            name: Its name in error messages.
+            tokenizer: The model's tokenizer, or None.
+            info: The model.
+            begins: The context is the beginning of a text.
+            goes_on: The context continues a state, so it may be empty.
+        """
         self._context = context
         self._name = name
         self._tokenizer = tokenizer
         self._info = info
         self._begins = begins
         self._goes_on = goes_on
-        self._ids: dict[str, array[int]] = {}  # by the text
-        self._beginning: tuple[str, array[int]] | None = None  # what no continuation changes
-        self._encoded = 0  # characters since the event loop has turned
+        self._ids: dict[str, array[int]] = {}  # token ids by text
+        self._beginning: tuple[str, array[int]] | None = None  # text that no continuation changes
+        self._encoded = 0  # characters since the event loop last ran
 
     async def ids(self) -> array[int]:
-        """The context's own ids, all of them."""
+        """Return the token ids of the context alone. Raises ApiError 400."""
         if not isinstance(self._context, str):
             return await self._of_ids(self._context)
         return await self._of_text(self._context)
 
     async def followed_by(self, continuation: str | list[int], name: str) -> tuple[array[int], int]:
-        """The ids of both, and how many of them stand before the continuation's own. Raises
-        ApiError 400, also for a continuation that adds nothing."""
+        """Return the token ids of context and continuation, and how many belong to the context.
+
+        `name`: the continuation's name in error messages. Raises ApiError 400, also for a
+        continuation that adds no token.
+        """
         context = self._context
         if not isinstance(continuation, str):
             before = await self.ids()
             return before + await self._read(continuation, name), len(before)
         if not isinstance(context, str):
             before = await self.ids()
-            # Special tokens alone are no text: it begins with the continuation.
+            # If the context is special tokens only, the text begins with the continuation.
             begins = self._begins and self._tokenizer is not None and self._is_silent(before)
             more = await self._read(continuation, name, begins=begins, marks=False)
             return before + more, len(before)
@@ -78,7 +89,7 @@ class Context:
             raise invalid(name, "adds no token to its context; at least one is needed")
         if common > 0 or self._goes_on:
             return whole, common
-        # Nothing would be left to score the first token after.
+        # The context has no token left after which the first token could be scored.
         if self._info.eos_token_id is not None:
             return array("i", [self._info.eos_token_id]) + whole, 1
         return before + await self._read(follows, name, begins=False), len(before)
@@ -94,8 +105,10 @@ class Context:
         return self._ids[text]
 
     async def _whole(self, text: str, follows: str, name: str) -> array[int]:
-        """The ids of a text and what follows it. Continuations may be many: their context is not
-        encoded with each of them again."""
+        """Return the token ids of a text and its continuation.
+
+        Only the end of a long text is tokenised again with each continuation.
+        """
         if self._beginning is None:
             cut = 0
             if self._tokenizer is not None and len(text) > LONG:
@@ -130,7 +143,7 @@ class Context:
 
 
 def _common(one: array[int], other: array[int]) -> int:
-    """How many ids two arrays begin with alike."""
+    """Return the length of the common prefix of two arrays."""
     if one == other[: len(one)]:
         return len(one)
     return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

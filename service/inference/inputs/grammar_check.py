@@ -1,9 +1,9 @@
-"""Grammars: what requests ask of their texts, compiled once before the engine hears of them.
+"""GrammarCheck: compiles the grammars of requests once in a sandbox before the engine gets them.
 
-Compiling what a stranger wrote may take forever and cannot be interrupted, so it happens in a
-process of its own (engine.structured_output.sandbox), which is killed when it has used up its
-processor time or memory and started again for the next grammar. Verdicts are remembered. Grammars
-are compiled one at a time, those of different keys in turn.
+Compiling an untrusted grammar may take forever and cannot be interrupted. So it runs in a process
+of its own (engine.structured_output.sandbox), which is killed when it has used up its processor
+time or memory, and started again for the next grammar. Results are cached. Grammars are compiled
+one at a time; API keys take turns.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ from engine.subprocesses import module_environment
 from service.http.disconnect import unless_client_leaves
 from service.http.scope import ARRIVED, INFERENCE
 
-MEMORY = 128 * 2**20  # bytes that one grammar may take beyond what the process has
-WALL_SECONDS = 60.0  # for a machine that gives the process no processor
-MOST_KNOWN = 4096
-MOST_KNOWN_BYTES = 16 * 2**20
+MEMORY = 128 * 2**20  # bytes that compiling one grammar may take, beyond the idle process
+WALL_SECONDS = 60.0  # wall time, in case the machine gives the process no processor time
+MOST_KNOWN = 4096  # cached results
+MOST_KNOWN_BYTES = 16 * 2**20  # of their grammars
 
 T = TypeVar("T")
 
-# Of a model as it was loaded, not of equal ones: their tokenizers may differ.
+# The id() of a loaded model's ModelInfo, and a grammar. Equal ModelInfos may have other tokenizers.
 _Key = tuple[int, Grammar]
 
 
 class FairLock:
-    """A lock that owners take in rotation, however many tasks of one wait. For one event loop."""
+    """A lock that owners take in rotation, however many tasks of one owner wait.
+
+    For use on one event loop.
+    """
 
     def __init__(self) -> None:
         self._taken = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next owner comes first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the next owner is first
 
     @asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[None]:
-        """Waits for the lock and holds it as long as the context lasts."""
+        """Wait for the lock and hold it as long as the context lasts."""
         await self._take(owner)
         try:
             yield
@@ -67,7 +70,7 @@ class FairLock:
         try:
             await granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # it has been given the lock already
+            if not granted.cancelled():  # this task has been given the lock already
                 self._pass_on()
             raise
 
@@ -78,32 +81,39 @@ class FairLock:
             granted = line.popleft()
             if line:
                 self._waiting[owner] = line
-            if not granted.done():  # else it has left
+            if not granted.done():  # else the task was cancelled
                 granted.set_result(None)
                 return
         self._taken = False
 
 
 class GrammarCheck:
-    """`seconds` of processor time are allowed for one grammar; `observe` is told how long each one
-    took that was not known."""
+    """Compiles grammars in a sandbox process and caches whether they can be used."""
 
     def __init__(self, seconds: float, observe: Callable[[float], None]) -> None:
+        """Prepare the check; the process starts with the first grammar.
+
+        Args:
+            seconds: Processor time allowed for one grammar.
+            observe: Called with the seconds that each grammar took that was not cached.
+        """
         self._seconds = seconds
         self._observe = observe
         self._process: Process | None = None
-        self._serves: ModelInfo | None = None  # the process, for this model
+        self._serves: ModelInfo | None = None  # the model that the process was started for
         self._lock = FairLock()
         self._asked: dict[_Key, asyncio.Task[str | None]] = {}
-        self._waiting: Counter[_Key] = Counter()  # how many wait for each of them
-        # The models are kept with the verdicts so that their ids are not given to others.
+        self._waiting: Counter[_Key] = Counter()  # callers that wait for each grammar
+        # Each result keeps its ModelInfo alive, so that its id() is not used again.
         self._known: OrderedDict[_Key, tuple[str | None, ModelInfo]] = OrderedDict()
         self._known_bytes = 0
 
     async def check(self, grammar: Grammar, info: ModelInfo, owner: str = "") -> str | None:
-        """What is wrong with a grammar for this model; None when nothing is; `owner` asks.
-        Raises EngineError where that cannot be found out. A grammar whose turn comes when nobody
-        waits for it any more is not compiled."""
+        """Return what is wrong with a grammar for this model, or None if it can be used.
+
+        `owner`: the API key's name; owners take turns. Raises EngineError if the check fails. A
+        grammar is not compiled if nobody waits for it any more when its turn comes.
+        """
         key = (id(info), grammar)
         if key in self._known:
             self._known.move_to_end(key)
@@ -121,7 +131,7 @@ class GrammarCheck:
                 del self._waiting[key]
 
     async def close(self) -> None:
-        """Ends the process; checks under way fail."""
+        """End the process; checks in progress fail."""
         for task in list(self._asked.values()):
             task.cancel()
             with suppress(asyncio.CancelledError, EngineError):
@@ -129,7 +139,7 @@ class GrammarCheck:
         await self._end()
 
     def knows(self, grammar: Grammar, info: ModelInfo) -> bool:
-        """Whether `check` need not wait."""
+        """Whether the result for a grammar is cached."""
         return (id(info), grammar) in self._known
 
     async def _find_out(self, key: _Key, info: ModelInfo, owner: str) -> str | None:
@@ -140,7 +150,7 @@ class GrammarCheck:
                 began = time.perf_counter()
                 verdict = await self._ask(key[1], info)
                 self._observe(time.perf_counter() - began)
-        finally:  # not later: who asks from now on is not to be told what has failed
+        finally:  # at once, so that new callers do not get the result of a failed check
             del self._asked[key]
         self._known[key] = verdict, info
         self._known_bytes += len(key[1].text)
@@ -166,7 +176,7 @@ class GrammarCheck:
             code = await process.wait()
             self._process = None
         except asyncio.CancelledError:
-            await self._end()  # or its answer would be taken for another grammar's
+            await self._end()  # else its answer would be taken for the next grammar's
             raise
         if code == -signal.SIGPROF:
             return f"takes more than {self._seconds:g} s to compile; use a simpler one"
@@ -175,7 +185,7 @@ class GrammarCheck:
         raise EngineError(f"the process that checks grammars has ended with exit code {code}")
 
     async def _start(self, info: ModelInfo) -> Process:
-        """The process that checks grammars for this model."""
+        """Return the process that checks grammars for this model; start it if need be."""
         if self._process is not None and self._process.returncode is None and self._serves is info:
             return self._process
         await self._end()
@@ -207,23 +217,26 @@ class GrammarCheck:
 
 
 def _look_away(done: asyncio.Task[str | None]) -> None:
-    """Whoever asked may have left."""
+    """Retrieve a task's exception, in case no caller waits for it any more."""
     if not done.cancelled():
         done.exception()
 
 
 @dataclass(slots=True)
 class RequestCheck:
-    """`GrammarCheck.check` on behalf of a request, whose body has been read."""
+    """`GrammarCheck.check` for one HTTP request, whose body must have been read."""
 
     _grammars: GrammarCheck
     _scope: Scope
     _receive: Receive
-    _owner: str  # of the request
+    _owner: str  # the request's API key name
 
     async def check(self, grammar: Grammar, info: ModelInfo, timeout: float) -> str | None:
-        """As there. Raises ClientGone when the client leaves while it waits, and TimeoutError where
-        the verdict is not known `timeout` seconds after the request's arrival."""
+        """Return what is wrong with a grammar for this model, or None if it can be used.
+
+        Raises ClientGone if the client disconnects meanwhile, TimeoutError if the result is not
+        known `timeout` seconds after the request's arrival, and EngineError if the check fails.
+        """
         work = self._grammars.check(grammar, info, self._owner)
         if self._grammars.knows(grammar, info):
             return await work
@@ -237,6 +250,6 @@ async def _within(seconds: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 def get_grammars(request: Request) -> RequestCheck:
-    """The application's, as a FastAPI dependency."""
+    """Return the application's grammar check for this request; a FastAPI dependency."""
     scope = request.scope
     return RequestCheck(scope["app"].state.grammars, scope, request.receive, scope[INFERENCE].owner)

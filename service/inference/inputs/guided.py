@@ -1,4 +1,4 @@
-"""Structured output: from a request's fields to the grammar that the engine takes."""
+"""Structured output: reads the grammar that a request asks for from its fields."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ANY_OBJECT = '{"type":"object"}'
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A grammar, and the parameter that asks for it."""
+    """A grammar that a prompt asks for."""
 
-    param: str
+    param: str  # the field that asks for it, for error messages
     grammar: Grammar
-    late: bool = False  # the time of its prompts was over before anything was known of it
+    late: bool = False  # its prompts timed out before it had been compiled
 
 
 async def read_grammars(
@@ -37,13 +37,22 @@ async def read_grammars(
     name: Callable[[int, str], str] = lambda _, field: field,
     times: int = 1,
 ) -> list[Wanted | None]:
-    """The grammar of each of these prompts, given by some of FIELDS; `timeouts` are the prompts',
-    in seconds from the request's arrival, `name` says what errors call a field of a prompt, and
-    `times` how many requests each makes of the engine. Each has been compiled, but those that had
-    not been when none of their prompts had time left are late. Raises ApiError 400 for fields that
-    contradict each other, wrong grammars, too large ones, too many, and where the model has no
-    text."""
-    made: dict[tuple[int, ...], Wanted | None] = {}  # by the very values: they are often the same
+    """Read and compile the grammar of each prompt; None for prompts without one.
+
+    Args:
+        requests: The given fields of FIELDS of each prompt.
+        runtime: The model.
+        check: Compiles grammars.
+        timeouts: The prompts' timeouts, in seconds from the request's arrival.
+        name: Returns the name of a prompt's field for error messages.
+        times: Engine requests of each prompt.
+
+    Returns: the grammars. One that was not compiled within the timeouts of all its prompts is late.
+
+    Raises ApiError 400 for fields that contradict each other; for grammars that are wrong, too
+    large or too many; and if the model has no tokenizer.
+    """
+    made: dict[tuple[int, ...], Wanted | None] = {}  # by identity: prompts often share the values
     wanted = []
     for i, fields in enumerate(requests):
         values = tuple(map(id, fields.values()))
@@ -64,10 +73,10 @@ async def read_grammars(
         _check_text(one, settings.max_grammar_bytes)
         if runtime.tokenizer is None:
             raise invalid(
-                one.param, "the model has no tokenizer.json, so there is no text to match it"
+                one.param, "is not supported, because the model has no tokenizer.json and no text"
             )
     total = sum(len(one.grammar.text) for one in wanted if one is not None) * times
-    if total > settings.max_body_bytes:  # each sample's request carries its own
+    if total > settings.max_body_bytes:  # the engine request of each sample has its own copy
         raise invalid(
             first.param,
             f"{total} characters of grammars over all prompts and samples; "
@@ -93,8 +102,11 @@ async def read_grammars(
 
 
 def constrained(params: SamplingParams, wanted: Wanted | None) -> SamplingParams:
-    """The parameters of a text that has to match. The engine, which ends requests that are late,
-    must not compile what nobody has checked, nor draw what might not match."""
+    """Return sampling parameters with the grammar that the text has to match.
+
+    With a late grammar nothing is sampled: the engine must not compile a grammar that has not been
+    checked, and it will end the request because of its timeout.
+    """
     if wanted is None:
         return params
     if wanted.late:
@@ -103,7 +115,7 @@ def constrained(params: SamplingParams, wanted: Wanted | None) -> SamplingParams
 
 
 def field_of(wanted: Wanted | None) -> str | None:
-    """What errors call the field of a request's grammar."""
+    """Return the name of the field that asks for a grammar, or None."""
     return None if wanted is None else wanted.param
 
 
@@ -137,7 +149,7 @@ def _of_outputs(value: Mapping[str, Any], param: str) -> list[Wanted]:
     if value.get("json_object"):
         found.append(Wanted(f"{param}.json_object", Grammar("json", _ANY_OBJECT)))
     if not found:
-        raise invalid(param, f"allowed: one of {', '.join([*KINDS, 'json_object'])}")
+        raise invalid(param, f"allowed: exactly one of {', '.join([*KINDS, 'json_object'])}")
     return found
 
 

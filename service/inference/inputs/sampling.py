@@ -1,7 +1,7 @@
-"""From wire values to what the engine takes: prompts as token ids, sampling parameters.
+"""Reads prompts as token ids, sampling parameters, timeouts, priorities and stop strings.
 
-Here stand the checks that need the model (is there a tokenizer, which ids exist) or the server's
-limits; schemas check all that a value alone can tell.
+The checks here need the model (its tokenizer and vocabulary) or the server's limits. All other
+checks are in service.schemas.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from service.text.chat_template import Asked, ChatTemplate
 from service.text.stop import StopStrings
 from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 
-KEPT_CHARACTERS = 256  # of stop strings that may be kept for the next request
+KEPT_CHARACTERS = 256  # of stop strings whose tables are cached for later requests
 
 
 def check_count(param: str, count: int, limit: int, unit: str) -> None:
-    """Raises ApiError 400 for more than `limit`."""
+    """Raise ApiError 400 for a `count` of more than `limit`."""
     if count > limit:
         raise invalid(param, f"{count} {unit}, but at most {limit} are allowed")
 
 
 def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
-    """Raises ApiError 404 for a model that is not served here."""
+    """Raise ApiError 404 if a request names a model that is not served."""
     if asked not in (None, served, info.name):
         raise ApiError(
             404,
-            f"model: {asked!r} is not served here; allowed: {served!r}",
+            f"model: {asked!r} is not served; allowed: {served!r}",
             param="model",
             code="model_not_found",
         )
 
 
 def check_same_most(most: int | None, completion: int | None) -> None:
-    """Raises ApiError 400 where max_tokens and max_completion_tokens, which is another name of it,
-    contradict each other."""
+    """Raise ApiError 400 if max_tokens and max_completion_tokens, two names of the same parameter,
+    differ."""
     if None not in (most, completion) and most != completion:
         raise invalid("max_tokens", f"allowed: null or max_completion_tokens ({completion})")
 
@@ -64,8 +64,12 @@ async def read_prompt(
     marks: bool = True,
     parse_special: bool = False,
 ) -> array[int]:
-    """The prompt's token ids, at least one unless it `may_be_empty`; a text is encoded as
-    `Tokenizer.encode` says. Raises ApiError 400 that names `param`."""
+    """Return the token ids of a prompt, which is a text or a list of ids.
+
+    `begins`, `ends`, `marks` and `parse_special` are those of `Tokenizer.encode`. Raises ApiError
+    400, which names `param`: for an empty prompt unless `may_be_empty`, for ids that do not exist,
+    and for text without a tokenizer.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise invalid(
@@ -94,20 +98,22 @@ async def read_prompt(
 async def read_messages(
     body: TemplateFields, messages: Sequence[ChatMessage], template: ChatTemplate, info: ModelInfo
 ) -> array[int]:
-    """A conversation's token ids, at least one; `body` says how the template makes them. Raises
-    ApiError 400."""
+    """Return the token ids of a conversation, rendered by the chat template as `body` asks.
+
+    Raises ApiError 400, also if the template renders no token.
+    """
     add = body.add_generation_prompt is not False
     if add and body.continue_final_message:
         raise invalid(
             "continue_final_message",
-            "not allowed with add_generation_prompt, which is true unless it is given as false",
+            "not allowed with add_generation_prompt, which is true by default; set it to false",
         )
     variables = body.chat_template_kwargs or {}
     reserved = template.reserved
     wrong = next((name for name in variables if name in reserved), None)
     if wrong is not None:
         raise invalid(
-            f"chat_template_kwargs.{wrong}", "is given to the template by the server; not allowed"
+            f"chat_template_kwargs.{wrong}", "not allowed: the server sets this variable itself"
         )
     asked = Asked(add, bool(body.continue_final_message), variables)
     plain = [_plain_message(message) for message in messages]
@@ -116,13 +122,13 @@ async def read_messages(
     except InvalidRequest as error:
         raise invalid("messages", error.message) from error
     if not ids:
-        raise invalid("messages", "the chat template makes an empty text of them")
+        raise invalid("messages", "the chat template renders an empty text from them")
     check_ids("messages", ids, info)
     return ids
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it. Instructions of developers are the system's there."""
+    """Return a message for the template, which knows no developer role: it becomes system."""
     role = "system" if message.role == "developer" else message.role
     plain = {"role": role, "content": message.content}
     return plain if message.name is None else {**plain, "name": message.name}
@@ -137,9 +143,11 @@ async def read_beginning(
     use: StateUse,
     parse_special: bool | None,
 ) -> array[int]:
-    """`read_prompt`, of one that is to be continued. An empty text after nothing stands for the
-    end-of-text token, unless the tokenizer puts a token before each text; a session does not begin
-    with one."""
+    """Return the token ids of a prompt to continue, as `read_prompt` does.
+
+    Without a state or session, an empty text stands for the end-of-text token, unless the tokenizer
+    puts a token before each text.
+    """
     after_nothing = not use.source
     ids = await read_prompt(
         prompt,
@@ -156,18 +164,23 @@ async def read_beginning(
 
 
 def end_of_text(param: str, info: ModelInfo) -> list[int]:
-    """The end-of-text token, the first of several, from which a model writes as at the beginning of
-    a text. Raises ApiError 400 where it has none."""
+    """Return the end-of-text token, after which a model generates the beginning of a text.
+
+    It is the first one if there are several. Raises ApiError 400 if the model has none.
+    """
     if info.eos_token_id is None:
-        raise invalid(param, "is empty, and the model has no end-of-text token instead")
+        raise invalid(param, "is empty, and the model has no end-of-text token to use instead")
     return [info.eos_token_id]
 
 
 def sampling_params(
     values: Mapping[str, Any], settings: Settings, info: ModelInfo
 ) -> SamplingParams:
-    """`values` holds fields of SamplingParams; None means its default (a random one for `seed`).
-    Raises ApiError 400 for values beyond the server's limits or the model's vocabulary."""
+    """Return the SamplingParams of a request's fields.
+
+    `values`: fields of SamplingParams; None means the default, and a random `seed`. Raises ApiError
+    400 for values beyond the server's limits or the model's vocabulary.
+    """
     given = {name: value for name, value in values.items() if value is not None}
     if "max_tokens" in given:
         _check_most("max_tokens", given["max_tokens"], settings.max_tokens)
@@ -187,13 +200,13 @@ def sampling_params(
     params = SamplingParams(**given)
     if params.min_tokens > params.max_tokens:
         raise invalid(
-            "min_tokens", f"{params.min_tokens} is more than max_tokens ({params.max_tokens})"
+            "min_tokens", f"is {params.min_tokens}; allowed: up to max_tokens ({params.max_tokens})"
         )
     return params
 
 
 def read_timeout(value: float | None, settings: Settings) -> float:
-    """Seconds that a request has. Raises ApiError 400 beyond the server's limit."""
+    """Return a request's timeout in seconds. Raises ApiError 400 beyond max_request_timeout."""
     if value is None:
         return min(settings.request_timeout, settings.max_request_timeout)
     if value > settings.max_request_timeout:
@@ -202,8 +215,7 @@ def read_timeout(value: float | None, settings: Settings) -> float:
 
 
 def read_priority(value: int | None, least: int) -> int:
-    """A request's priority. Raises ApiError 400 for one below `least`, which the key may not ask
-    for."""
+    """Return a request's priority. Raises ApiError 400 below `least`, the key's limit."""
     if value is None:
         return max(least, 0)
     if value < least:
@@ -214,8 +226,10 @@ def read_priority(value: int | None, least: int) -> int:
 async def read_stops(
     stops: Sequence[str | list[str] | None], settings: Settings, tokenizer: Tokenizer | None
 ) -> list[StopStrings | None]:
-    """The stop strings of each prompt; equal ones share their tables. Raises ApiError 400 beyond
-    the server's limits, and where there is no text to find them in."""
+    """Return the stop strings of each prompt; equal ones share their tables.
+
+    Raises ApiError 400 beyond the server's limits, and if the model has no tokenizer.
+    """
     lists = [(stop,) if isinstance(stop, str) else tuple(stop or ()) for stop in stops]
     distinct = set(lists) - {()}
     for texts in distinct:
@@ -225,7 +239,8 @@ async def read_stops(
     if distinct and tokenizer is None:
         raise invalid(
             "stop",
-            "the model has no tokenizer.json, so there is no text to stop; use stop_token_ids",
+            "not supported, because the model has no tokenizer.json and no text; use "
+            "stop_token_ids",
         )
     size = sum(len(text) for texts in distinct for text in texts)
     special = {} if tokenizer is None else tokenizer.special_ids
@@ -240,18 +255,18 @@ async def read_stops(
 
 
 def _named(texts: tuple[str, ...], special: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The special tokens that texts name."""
+    """Return the special tokens whose names occur in texts."""
     return tuple(one for one in special.items() if any(one[0] in text for text in texts))
 
 
 @lru_cache(maxsize=64)
 def _stop_strings(texts: tuple[str, ...], special: tuple[tuple[str, int], ...]) -> StopStrings:
-    """Requests of one client mostly have the same few."""
+    """Return the tables of short stop strings, cached: clients often use the same ones."""
     return StopStrings(texts, dict(special))
 
 
 def check_top(param: str, top: int, settings: Settings, info: ModelInfo) -> None:
-    """Raises ApiError 400 for more alternatives than the server or the model has."""
+    """Raise ApiError 400 for more alternatives than max_logprobs or the model's vocabulary."""
     _check_most(param, top, min(settings.max_logprobs, info.vocab_size))
 
 
@@ -261,7 +276,7 @@ def _check_most(param: str, value: int, limit: int) -> None:
 
 
 def check_ids(param: str, ids: Iterable[int], info: ModelInfo) -> None:
-    """Raises ApiError 400 for an id beyond the model's vocabulary."""
+    """Raise ApiError 400 for a token id beyond the model's vocabulary."""
     for token in ids:
         if token >= info.vocab_size:
             raise invalid(

@@ -1,8 +1,8 @@
-"""Reading into states: whole prompts, and texts of any length that are read while they come.
+"""Reads prompts into kept states, and texts of any length while they are uploaded.
 
-A text is cut in pieces as `minserve score` cuts its files. Each is a request that goes on from the
-state that the one before it has left, so that memory does not grow with the text. They share a
-state of their own, which takes its name when all of it has been read.
+A text is cut into pieces, as `minserve score` cuts files. Each piece is an engine request that
+continues the state of the piece before, so memory does not grow with the text. The pieces use a
+temporary state, which gets its id when the whole text has been read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from service.schemas.states import TextQuery
 from service.text.tokenizer import Tokenizer
 from service.text.utf8_chunks import NotUtf8, Pieces
 
-PIECE = 2**16  # characters, at least
-PIECE_TTL = 600.0  # seconds that the state between two pieces outlives a client that is lost
+PIECE = 2**16  # least characters of a piece
+PIECE_TTL = 600.0  # lifetime in seconds of the state between two pieces, if the client is lost
 
 
 async def read_whole(inference: InferenceRequest) -> Finished:
-    """How the only engine request ended, which was to leave a state. Raises EngineError."""
+    """Wait for the end of a single engine request that keeps a state; return its last event.
+
+    Raises EngineError, also if no state was kept.
+    """
     finished: Finished | None = None
     while batch := await inference.next_arrivals():
         for _, came in batch:
@@ -41,7 +44,7 @@ async def read_whole(inference: InferenceRequest) -> Finished:
     assert finished is not None
     if finished.state is None and not finished.snapshot:
         if finished.reason == "timeout":
-            raise TimedOut("the request's time was over before its prompt was read")
+            raise TimedOut("the request timed out before its prompt was read")
         raise Draining("the server is shutting down; nothing was kept")
     return finished
 
@@ -49,9 +52,21 @@ async def read_whole(inference: InferenceRequest) -> Finished:
 async def read_text(
     body: Upload, runtime: Runtime, inference: InferenceRequest, query: TextQuery, priority: int
 ) -> tuple[StateInfo, int, int]:
-    """The state that the text of a request's body leaves, how many tokens were read for it and how
-    many were known. It has one place among its key's requests from its beginning to its end.
-    Raises ApiError, EngineError."""
+    """Read the text of a request's body into a kept state.
+
+    The upload has one place in the queue from its beginning to its end.
+
+    Args:
+        body: The body.
+        runtime: The model.
+        inference: The HTTP request.
+        query: The state to continue, and the new state's id and lifetime.
+        priority: The priority of each piece.
+
+    Returns: the state, the tokens of the text, and how many of them were prefix cache hits.
+
+    Raises ApiError and EngineError.
+    """
     inference.reserve(1)
     timeout = read_timeout(None, runtime.settings)
     use = NO_STATES
@@ -68,7 +83,7 @@ async def read_text(
             ids = await read_prompt(
                 piece, "text", tokenizer, runtime.info, begins=use.begins, may_be_empty=True
             )
-            if not ids:  # white space, say, of which the tokenizer makes nothing
+            if not ids:  # for example white space that the tokenizer drops
                 continue
             finished = await _read_piece(runtime, inference, pack_ids(ids), use, timeout, priority)
             assert finished.state is not None
@@ -92,7 +107,7 @@ async def _read_piece(
     timeout: float,
     priority: int,
 ) -> Finished:
-    """Reads one piece. Each of them queues for itself, in the place that the whole has."""
+    """Read one piece as an engine request, in the queue place of the whole upload."""
     with runtime.begin_beside(inference) as part, inference.lending(part):
         part.submit(
             prompt,
@@ -109,9 +124,10 @@ async def _read_piece(
 async def text_pieces(
     body: Upload, tokenizer: Tokenizer, patience: float
 ) -> AsyncGenerator[str, None]:
-    """The body's text in pieces of PIECE characters and more, but for the last, while it comes.
-    Raises ApiError for what is no UTF-8 (400) and where nothing comes for `patience` seconds
-    (408)."""
+    """Yield the body's text in pieces of at least PIECE characters, except for the last one.
+
+    Raises ApiError 400 if the body is not UTF-8, and 408 if nothing arrives for `patience` seconds.
+    """
     pieces = Pieces(PIECE, tokenizer.last_cut)
     try:
         while (data := await body.next(patience)) is not None:

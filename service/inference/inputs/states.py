@@ -1,8 +1,7 @@
-"""What requests do with kept states: where each of their prompts starts, what it leaves, and how a
-state is told.
+"""Reads the fields about kept and cached states, and renders states in answers.
 
-A session is a state with an id of its own kind, which every request of the session goes on from and
-puts a new one in the place of; that there is one such request at a time is the engine's word.
+A session is a kept state whose id begins with "session:". Each request of the session continues the
+state and replaces it. The engine makes sure that a session has one such request at a time.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from service.inference.inference_request import InferenceRequest
 from service.inference.runtime import Runtime
 from service.schemas.states import MOST_SALT, SESSION, SnapshotSource
 
-UNFINISHED = 4  # tokens, of which an unfinished character can be
-BORROWED_SECONDS = 60.0  # that a client's snapshot is kept beyond the time of its request
+UNFINISHED = 4  # tokens that an incomplete character can consist of
+BORROWED_SECONDS = 60.0  # lifetime of an imported snapshot beyond its request's timeout
 
-# Fields of requests that are read here.
+# The fields of requests that are read here.
 FIELDS = ("state", "session_id", "return_state", "state_ttl", "cache_salt", "cache_points")
 
 
 @dataclass(frozen=True, slots=True)
 class StateUse:
-    """What one prompt has to do with kept and cached states."""
+    """How one prompt uses kept and cached states."""
 
-    source: str = ""  # the id of the state that it goes on from
-    optional: bool = False  # or begins a text, where there is none
-    keep: KeepState | None = None
-    recent: tuple[int, ...] = ()  # the source's last tokens, where they matter
-    begins: bool = True  # its text is the beginning of one
+    source: str = ""  # id of the state that the prompt continues
+    optional: bool = False  # begin a new text if there is no such state
+    keep: KeepState | None = None  # how to keep the state at the end
+    recent: tuple[int, ...] = ()  # the source's last tokens, if they matter
+    begins: bool = True  # the prompt's text is the beginning of a text
     cache_points: tuple[int, ...] = ()
     cache_salt: str = ""
 
     @property
     def goes_on(self) -> bool:
-        """There is a state before the prompt, which may thus be empty."""
+        """Whether the prompt is known to continue a state, so that it may be empty."""
         return bool(self.source) and not self.begins
 
     @property
@@ -55,11 +54,14 @@ class StateUse:
 
     @property
     def company(self) -> tuple[str, str]:
-        """Prompts of one company begin alike where their texts do."""
+        """Identifies prompts that can share prefixes: the same source state and cache salt."""
         return self.source, self.cache_salt
 
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:
-        """Those of requests.Request; `points` where the client named none."""
+        """Return the fields of requests.Request.
+
+        `points`: cache points to use if the client named none.
+        """
         told: dict[str, Any] = {"cache_salt": self.cache_salt}
         if self.source:
             told |= {"state": self.source, "state_optional": self.optional}
@@ -81,22 +83,30 @@ async def read_use(
     prompt: str | list[int],
     name: Name = str,
 ) -> StateUse:
-    """What the FIELDS in `values` ask for a prompt; `name` gives their names in errors.
+    """Read how a prompt uses states from its FIELDS.
 
-    Raises ApiError 400 for fields that do not go together or have wrong values, and what the engine
-    says of a state that cannot be had.
+    Args:
+        values: The fields' values; None or missing if not given.
+        runtime: The model.
+        inference: The HTTP request; a client's snapshot is imported for its duration.
+        timeout: The request's timeout, in seconds from its arrival.
+        prompt: The prompt.
+        name: Returns a field's name for error messages.
+
+    Raises ApiError 400 for fields that contradict each other or have wrong values, and StateError
+    for a state that cannot be used.
     """
     given = {field: values.get(field) for field in FIELDS}
     if not any(value is not None for value in given.values()):
         return NO_STATES
     state, session = given["state"], given["session_id"]
     if session is not None and state is not None:
-        raise invalid(name("session_id"), "allowed without state only")
+        raise invalid(name("session_id"), "not allowed together with state")
     keep = _keep(given, name)
     salt, points = given["cache_salt"] or "", tuple(given["cache_points"] or ())
     _check_salt(salt, name)
     if points and session is not None:
-        raise invalid(name("cache_points"), "allowed without session_id only")
+        raise invalid(name("cache_points"), "not allowed together with session_id")
     use = StateUse(keep=keep, cache_salt=salt, cache_points=points)
     if isinstance(state, SnapshotSource):
         info = await _bring_in(state, inference, timeout, f"{name('state')}.snapshot")
@@ -111,12 +121,12 @@ async def read_use(
 
 
 def check_points(use: StateUse, length: int, name: Name = str) -> None:
-    """Raises ApiError 400 for cache points that lie behind a prompt of `length` tokens."""
+    """Raise ApiError 400 for cache points beyond the end of a prompt of `length` tokens."""
     for i, point in enumerate(use.cache_points):
         if point > length:
             raise invalid(
                 f"{name('cache_points')}[{i}]",
-                f"is {point}; allowed: 1 to {length}, the prompt's end",
+                f"is {point}; allowed: 1 to {length}, the prompt's length in tokens",
             )
 
 
@@ -139,7 +149,7 @@ def _check_salt(salt: str, name: Name) -> None:
     try:
         size = len(salt.encode())
     except UnicodeEncodeError:
-        raise invalid(name("cache_salt"), "holds a lone surrogate") from None
+        raise invalid(name("cache_salt"), "holds a lone surrogate; allowed: valid UTF-8") from None
     if size > MOST_SALT:
         raise invalid(name("cache_salt"), f"has {size} bytes; allowed: up to {MOST_SALT}")
 
@@ -147,9 +157,9 @@ def _check_salt(salt: str, name: Name) -> None:
 async def _look(
     use: StateUse, runtime: Runtime, inference: InferenceRequest, prompt: str | list[int]
 ) -> StateUse:
-    """Looks at the state before it is used, where its last tokens or its being there matter."""
+    """Look up the source state if its last tokens, or whether it exists, affect the prompt."""
     tokenizer = runtime.tokenizer
-    # Text begins with a whole character, whatever came before it.
+    # A prompt that is a text begins with a whole character, whatever is before it.
     unfinished = not prompt or (not isinstance(prompt, str) and len(prompt) < UNFINISHED)
     matters = tokenizer is not None and (
         tokenizer.takes_spaces_off or (tokenizer.marks_beginnings and isinstance(prompt, str))
@@ -159,15 +169,15 @@ async def _look(
     try:
         reply = await inference.ask_state("get", id=use.source)
     except StateNotFound:
-        return use  # a session begins, or the engine says it again, of this prompt alone
+        return use  # a new session begins; or the engine will report it for this prompt alone
     return replace(use, recent=tuple(reply.states[0].recent), begins=False)
 
 
 async def _bring_in(
     source: SnapshotSource, inference: InferenceRequest, timeout: float, param: str
 ) -> StateInfo:
-    """A client's own state as one that the engine has while the request lasts."""
-    known = inference.brought.get(source.snapshot)  # one for several prompts
+    """Import a client's snapshot into the engine for the duration of the request."""
+    known = inference.brought.get(source.snapshot)  # several prompts share one import
     if known is not None:
         return known
     content = read_base64(source.snapshot, param)
@@ -184,7 +194,7 @@ async def _bring_in(
 
 
 def read_base64(text: str, param: str) -> bytes:
-    """Raises ApiError 400 for what is no base64."""
+    """Return the bytes of a base64 text. Raises ApiError 400 if it is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -192,7 +202,7 @@ def read_base64(text: str, param: str) -> bytes:
 
 
 def kept_state(finished: Finished | None) -> dict[str, Any] | None:
-    """The state that a request has left, as it is told; None where it has left none."""
+    """Return the `state` object of an answer, or None if no state was kept or returned."""
     if finished is None:
         return None
     if finished.state is not None:
@@ -208,7 +218,7 @@ def kept_state(finished: Finished | None) -> dict[str, Any] | None:
 
 
 def state_object(info: StateInfo) -> dict[str, Any]:
-    """A kept state as it is told."""
+    """Return the object that describes a kept state in answers."""
     return {
         "id": info.id,
         "object": "state",
@@ -224,7 +234,7 @@ def state_object(info: StateInfo) -> dict[str, Any]:
 
 
 def _described(snapshot: bytes) -> dict[str, Any]:
-    """What the engine's own file says of itself."""
+    """Return what a snapshot's header says about the state."""
     header = parse_header(snapshot)
     ends = (header.tensors[name]["data_offsets"][1] for name in header.tensors if name != "tail")
     return {

@@ -136,7 +136,7 @@ async def test_the_openai_packages_way_of_sending_a_key(guarded: Service) -> Non
         if fits:
             await client.completions.create(model="fake", prompt="a", max_tokens=1)
         else:
-            with pytest.raises(openai.AuthenticationError, match="not known"):
+            with pytest.raises(openai.AuthenticationError, match="not valid"):
                 await client.completions.create(model="fake", prompt="a", max_tokens=1)
 
 

@@ -167,7 +167,7 @@ async def test_uploads_count_to_their_keys_share(byte_folder: Path) -> None:
         refused = await service.http.post(PATH, content=b"abc", headers=bearer(ALICE))
         assert refused.status_code == 429, refused.text
         assert refused.json()["error"]["code"] == "share_full"
-        assert "wait already" in error_message(refused.json(), None)
+        assert "waiting already" in error_message(refused.json(), None)
         other = await service.http.post(PATH, content=b"abc", headers=bearer(BOB))
         assert other.status_code == 200, other.text
         for one in own:

@@ -74,7 +74,7 @@ def test_a_key_leaves_room_for_others() -> None:
     engine.queue("a", 4)
     places.reserve(2, "a")
     error = refusal(places, owner="a")
-    assert isinstance(error, ShareFull) and "6 requests of this key wait already" in error.message
+    assert isinstance(error, ShareFull) and "6 requests of this key are waiting already" in error.message
     places.check(1, "b")
     refusal(places, 2, owner="b")
     places.reserve(1, "b")
@@ -111,7 +111,7 @@ def test_the_queue_is_bounded_in_prompt_tokens() -> None:
     engine.queue(tokens=600)
     places.reserve(2, "")
     places.check_tokens(400, 2, "")
-    with pytest.raises(QueueFull, match="600 prompt tokens wait already, and there is no room"):
+    with pytest.raises(QueueFull, match="600 prompt tokens are waiting already, and there is no room"):
         places.check_tokens(401, 2, "")
     places.release(2, "")
     engine.queue(tokens=400)
@@ -143,7 +143,7 @@ def test_one_keys_prompt_tokens_leave_room_for_others() -> None:
     places = engine.places(slots=2, tokens=1000)
     engine.queue("a", tokens=700)
     places.reserve(1, "a")
-    with pytest.raises(ShareFull, match="700 prompt tokens of this key wait already"):
+    with pytest.raises(ShareFull, match="700 prompt tokens of this key are waiting already"):
         places.check_tokens(100, 1, "a")
     places.reserve(1, "b")
     places.check_tokens(100, 1, "b")

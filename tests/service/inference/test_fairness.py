@@ -128,7 +128,7 @@ async def test_the_queue_is_bounded_in_tokens(byte_folder: Path) -> None:
         held.append(asyncio.create_task(service.http.post(GENERATE, json=body)))
         await until(lambda: service.client.stats.waiting == 1)
         message = await service.refused(GENERATE, {"prompts": ["a" * 50]}, None, 429)
-        assert "90 prompt tokens wait already" in message
+        assert "90 prompt tokens are waiting already" in message
         await service.post(GENERATE, {"prompts": ["a" * 10], "max_tokens": 1})
         big = asyncio.create_task(service.http.post(GENERATE, json={"prompts": ["a" * 500]}))
         assert [(await task).status_code for task in held] == [200, 200]
