@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, detokenizer, stop strings, chat templates."""
+"""Conversion between text and tokens: tokenizer, detokenizer, stop strings, chat templates."""

@@ -1,9 +1,9 @@
-"""Chat templates: a conversation becomes the one text that the model was trained to continue.
+"""ChatTemplate: renders a conversation as the text that the model was trained to continue.
 
-A checkpoint brings its template, in Jinja, as `chat_template.jinja`, in `tokenizer_config.json` or
-in `chat_template.json`. It is a program by strangers, so it runs in Jinja's sandbox, where it finds
-what transformers offers. What clients write stays text: special tokens that they spell out are not
-taken for the template's own.
+A checkpoint's template is in Jinja, in `chat_template.jinja`, `tokenizer_config.json` or
+`chat_template.json`. It is untrusted code, so it runs in Jinja's sandbox, with the functions and
+filters that transformers offers. Special tokens that clients spell out in their messages stay text
+and do not become the template's own tokens (`service.text.client_text`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ logger = logging.getLogger(__name__)
 
 NO_TOKENIZER = "the model has no tokenizer.json, so it cannot read messages"
 NO_TEMPLATE = (
-    "the model's tokenizer brings no chat template (a file chat_template.jinja, or chat_template "
-    "in tokenizer_config.json or chat_template.json), so it cannot read messages; use "
+    "the model has no chat template (a file chat_template.jinja, or chat_template in "
+    "tokenizer_config.json or chat_template.json), so it cannot read messages; use "
     "/v1/completions"
 )
-NO_MARKS = "messages may not hold special tokens and U+FDD0 to U+FDEF"
+NO_MARKS = (
+    "messages that hold special tokens, or are continued, may not hold nearly all of the "
+    "characters U+FDD0 to U+FDEF"
+)
 
-# What requests may not set for a template, beside the special tokens that it knows by name.
+# Variables that requests may not set, in addition to the names of special tokens.
 RESERVED = frozenset(
     (
         "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -51,18 +54,18 @@ RESERVED = frozenset(
     )
 )  # fmt: skip
 
-# role, content (a text, a list of text parts, or None), and perhaps name
+# A message: role, content (a text, a list of text parts, or None) and optionally name.
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of the template, beside its messages.
+    """How a request wants its messages rendered.
 
     add_generation_prompt: the text ends where an answer begins.
-    continue_final_message: it ends with the last message's content, to go on with. Not with
-      add_generation_prompt.
-    variables: further names that the template may know, none of them `ChatTemplate.reserved`.
+    continue_final_message: the text ends with the last message's content, which the model then
+      continues. Not together with add_generation_prompt.
+    variables: further variables of the template, none of them in `ChatTemplate.reserved`.
     """
 
     add_generation_prompt: bool = True
@@ -74,7 +77,7 @@ PLAINLY = Asked()
 
 
 class ChatTemplate:
-    """A model's chat template, or the reason why it has none."""
+    """A model's chat template, or the reason why conversations are refused."""
 
     def __init__(
         self,
@@ -83,8 +86,16 @@ class ChatTemplate:
         names: Mapping[str, Any] | None = None,
         refusal: str = NO_TEMPLATE,
     ) -> None:
-        """`names`: special tokens by the names that the template knows them by (bos_token). Raises
-        TemplateError, and whatever else Jinja makes of a `source` that is no template."""
+        """Compile a template.
+
+        Args:
+            tokenizer: The model's tokenizer, or None.
+            source: The template; None: there is none.
+            names: Special tokens by their variable names in templates, such as bos_token.
+            refusal: The error message for conversations if there is no template.
+
+        Raises TemplateError and other exceptions of Jinja's for a `source` that is not a template.
+        """
         self._tokenizer = tokenizer
         self._names = dict(names or {})
         self._refusal = NO_TOKENIZER if tokenizer is None else refusal
@@ -99,8 +110,10 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer | None) -> ChatTemplate:
-        """Reads what lies in the folder. A template that cannot be used is a reason to refuse
-        conversations (it is logged), not to refuse everything."""
+        """Read the chat template of a model's folder.
+
+        A template that cannot be used is logged, and the model then refuses conversations only.
+        """
         try:
             config = _object(folder / "tokenizer_config.json")
             source = _source(folder, config)
@@ -108,28 +121,30 @@ class ChatTemplate:
                 return cls(tokenizer)
             names = _names(config, _object(folder / "special_tokens_map.json"))
             return cls(tokenizer, source, names)
-        except Exception as error:  # Jinja leaves those of Python's compiler as they are
+        except Exception as error:  # Jinja also lets exceptions of Python's compiler through
             refusal = f"the model's chat template cannot be used: {_tellable(error)}"
-            logger.warning("%s; /v1/chat/completions will refuse", refusal)
+            logger.warning("%s; /v1/chat/completions will answer with 400", refusal)
             return cls(tokenizer, refusal=refusal)
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends a turn, as the tokenizer's configuration names it."""
+        """The token that ends a turn: the eos_token of the tokenizer's configuration, or None."""
         name = self._names.get("eos_token")
         return self._tokenizer.id_of(name) if self._tokenizer and name else None
 
     @property
     def reserved(self) -> frozenset[str]:
-        """Names that requests may not set."""
+        """Variables of the template that requests may not set."""
         return RESERVED.union(self._names)
 
     async def encode(self, messages: Sequence[Message], asked: Asked = PLAINLY) -> array[int]:
-        """The token ids of a conversation, up to where the model's answer begins; on a thread
-        where it is long. Raises InvalidRequest."""
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        Runs on a thread if the conversation is long. Raises InvalidRequest.
+        """
         size = 0
         for text in texts_in([*messages, asked.variables]):
-            size += len(text) + 1  # parts without text take time too
+            size += len(text) + 1  # empty parts take time, too
             if size > THREAD_CHARACTERS:
                 return await asyncio.to_thread(self._encode, messages, asked)
         return self._encode(messages, asked)
@@ -140,8 +155,10 @@ class ChatTemplate:
         return self._tokenizer.encode_template(text, mark)
 
     def render(self, messages: Sequence[Message], asked: Asked = PLAINLY) -> tuple[str, str]:
-        """The template's text, and the mark that stands in it wherever a special token that a
-        client spelled out is cut ("" for none). Raises InvalidRequest."""
+        """Return the rendered text, and the mark that splits special tokens spelled by clients.
+
+        The mark is "" if there is none (see `service.text.client_text`). Raises InvalidRequest.
+        """
         if self._tokenizer is None or self._template is None:
             raise InvalidRequest(self._refusal)
         marks = self._marks(messages, asked)
@@ -153,8 +170,8 @@ class ChatTemplate:
                 raise InvalidRequest("continue_final_message: the last message has no content")
             if end and "content" not in self._source:
                 raise InvalidRequest(
-                    "continue_final_message: the model's chat template does not name the messages' "
-                    "content, so where the last one's ends is not known"
+                    "continue_final_message: the model's chat template does not use the messages' "
+                    "content, so the end of the last message is not known"
                 )
             last = _ending(shaped[-1], end, knife) if end else ""
             text = self._template.render(
@@ -169,20 +186,22 @@ class ChatTemplate:
             )
         except InvalidRequest:
             raise
-        except Exception as error:  # a template may do anything with what it is given
+        except Exception as error:  # a template may raise anything
             told = _tellable(error)
             for one in filter(None, (mark, end)):
                 told = told.replace(one, "")
             raise InvalidRequest(
-                f"the model's chat template does not take these messages: {told}"
+                f"the model's chat template does not accept these messages: {told}"
             ) from error
         for one in filter(None, (mark, end)):
             text = text.replace(escaped(one), one)
         return (_cut_behind(text, last, end) if end else text), mark
 
     def _marks(self, messages: Sequence[Message], asked: Asked) -> list[str]:
-        """A mark that is free, and a second one for a message that goes on; "" where none is free
-        and none needed. Raises InvalidRequest."""
+        """Return an unused mark, and a second one to find the end of a message to continue.
+
+        Returns "" if no mark is unused and none is needed. Raises InvalidRequest if one is needed.
+        """
         needed = 2 if asked.continue_final_message else 1
         given = list(texts_in([*messages, asked.variables]))
         marks = unused_marks([*given, self._source], needed)
@@ -193,7 +212,7 @@ class ChatTemplate:
         return [""]
 
     def _shaped(self, message: Message, knife: Knife) -> dict[str, Any]:
-        """A message as the template takes it."""
+        """Return a message in the format that the template expects, with special tokens cut."""
         content = message["content"]
         if self._format is ContentFormat.TEXT and isinstance(content, list):
             content = "\n".join([part["text"] for part in content])
@@ -210,9 +229,9 @@ class ChatTemplate:
 
 
 async def load_text(info: ModelInfo) -> tuple[Tokenizer | None, ChatTemplate]:
-    """What a model's folder says of text: its tokenizer, if it has one, and its chat template.
+    """Load a model's tokenizer, if it has one, and its chat template, on threads.
 
-    Raises CheckpointError.
+    Raises CheckpointError for a tokenizer that cannot be used.
     """
     folder = Path(info.folder)
     tokenizer = await asyncio.to_thread(Tokenizer.load, folder, info.vocab_size)
@@ -220,13 +239,16 @@ async def load_text(info: ModelInfo) -> tuple[Tokenizer | None, ChatTemplate]:
 
 
 def _tellable(error: Exception) -> str:
-    """What an error says, in characters that UTF-8 can hold."""
+    """Return an error's message with characters that UTF-8 cannot hold escaped."""
     return str(error).encode(errors="backslashreplace").decode()
 
 
 def _ending(message: dict[str, Any], end: str, knife: Knife) -> str:
-    """Puts `end` behind the content of the message that is to go on, and a space, which shows
-    whether the template keeps the space there; the content without them. Raises InvalidRequest."""
+    """Append the mark `end` and a space to a message's content; return the content without them.
+
+    The space shows whether the template strips spaces there. Raises InvalidRequest if there is no
+    text.
+    """
     content = message["content"]
     if isinstance(content, list):
         if not content:
@@ -239,12 +261,15 @@ def _ending(message: dict[str, Any], end: str, knife: Knife) -> str:
 
 
 def _cut_behind(text: str, last: str, end: str) -> str:
-    """The text up to where the last message's content ends. Raises InvalidRequest."""
+    """Return the rendered text up to the end of the last message's content.
+
+    `last`: the content. `end`: the mark after it. Raises InvalidRequest if the template changed it.
+    """
     at = text.rfind(end)
     if at < 0 or last.strip() not in text:
         raise InvalidRequest(
-            "continue_final_message: the last message's content does not stand in what the model's "
-            "chat template makes of it"
+            "continue_final_message: the text that the model's chat template renders does not hold "
+            "the last message's content"
         )
     kept = text[:at]
     if not text.startswith(f"{end} ", at):  # the template strips spaces there
@@ -253,17 +278,17 @@ def _cut_behind(text: str, last: str, end: str) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """A file's JSON object, an empty one without the file."""
+    """Return the JSON object in a file; an empty one if the file does not exist."""
     if not path.exists():
         return {}
     config = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
-        raise ValueError(f"{path.name} holds no JSON object")
+        raise ValueError(f"{path.name} is not a JSON object")
     return config
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The template's text, None for none. Of several named ones, the one named "default"."""
+    """Return the template's text, or None. Of several named templates, the one named "default"."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")
@@ -276,14 +301,17 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(source, dict):
         source = source.get("default")
     if source is not None and not isinstance(source, str):
-        raise ValueError(f"chat_template in {name} is no text")
+        raise ValueError(f"chat_template in {name} is not a string")
     return source
 
 
 def _names(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Special tokens by the names that templates know them by. `saved` is special_tokens_map.json,
-    which goes first in folders of older versions of transformers: tokenizer_config.json lists no
-    added tokens there."""
+    """Return special tokens by their variable names in templates.
+
+    `config` is tokenizer_config.json and `saved` is special_tokens_map.json. The latter takes
+    precedence in folders of older versions of transformers, in which tokenizer_config.json lists no
+    added tokens.
+    """
     both = {**saved, **config} if "added_tokens_decoder" in config else {**config, **saved}
     entries = {key: value for key, value in both.items() if key.endswith("_token")}
     for key in ("model_specific_special_tokens", "extra_special_tokens"):
@@ -300,14 +328,14 @@ def _names(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str | None:
-    """A special token of tokenizer_config.json: a string, or an object with its content."""
+    """Return a special token's text, which may be a string or an object with its content."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect to find, as transformers offers it."""
+    """Return a Jinja sandbox with the functions and filters that transformers offers."""
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -320,15 +348,14 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """{% generation %} stands around what a model learns to write, for training; here it does
-    nothing."""
+    """The tag {% generation %}, which marks text to train on and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # As for transformers, what is set inside is not known outside.
+        # As in transformers, variables that are set inside are not visible outside.
         return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
     def _text(self, caller: Any) -> Any:
@@ -336,7 +363,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """dict, without what else a class brings."""
+    """The function dict of templates, without the other attributes of the class."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -346,7 +373,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names that begin with an underscore."""
+    """Jinja's namespace, without attributes that begin with an underscore."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
         given = dict(*args, **values)
@@ -371,7 +398,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what HTML cannot hold, and has none of these arguments."""
+    """The filter tojson, which does not escape for HTML and takes json.dumps' arguments."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,8 @@
-"""What clients write, as chat templates see it: special tokens that it spells out are text.
+"""ClientText: keeps special tokens that clients spell out in messages from becoming tokens.
 
-Each one is cut in two by a mark, a character without a meaning. A template that looks for such a
-token in the text finds it all the same, since what it looks for is cut in the same way.
+Each spelled-out special token is split by a mark, a character without a meaning. A template that
+searches the text for such a token still finds it, because the searched string is split in the same
+way. The tokenizer removes the marks (`Tokenizer.encode_template`).
 """
 
 from __future__ import annotations
@@ -14,46 +15,50 @@ from typing import Any
 
 from engine.errors import InvalidRequest
 
-# Characters that Unicode gives no meaning for good: one that no message holds is the mark.
+# Unicode's noncharacters; one that does not occur in the messages is used as the mark.
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-MOST_SOUGHT = 64  # characters of what is looked for around marks
+MOST_SOUGHT = 64  # characters of a searched string that is matched around marks
 
 
 class Knife:
-    """Cuts the special tokens `names` in texts by a mark; "" cuts none."""
+    """Splits special tokens in texts by a mark."""
 
     def __init__(self, names: Sequence[str]) -> None:
+        """`names`: the special tokens. Without a mark (see `with_mark`) nothing is split."""
         self.mark = ""
         self._short = [name for name in names if len(name) == 1]  # cannot be cut in two
-        # The first character of each place where a special token begins.
+        # Matches the first character of each special token in a text.
         some = "|".join(map(re.escape, names))
         self._spelled = re.compile(f"(?={some})(.)", re.DOTALL) if some else None
 
     def with_mark(self, mark: str) -> Knife:
-        """The same, with this mark."""
+        """Return a copy that splits by this mark."""
         knife = copy(self)
         knife.mark = mark
         return knife
 
     def finds(self, text: str) -> bool:
-        """Some special token is spelled out."""
+        """Whether a text spells out a special token."""
         return self._spelled is not None and self._spelled.search(text) is not None
 
     def cut(self, text: str) -> str:
-        """The text with its special tokens cut."""
+        """Return a text with its special tokens split."""
         if self._spelled is None or not self.mark or not self._spelled.search(text):
             return text
         return self._spelled.sub(lambda found: found[1] + self.mark, text)
 
     def cut_strictly(self, text: str) -> str:
-        """The same. Raises InvalidRequest for a special token that cannot be cut."""
+        """Return a text with its special tokens split.
+
+        Raises InvalidRequest for special tokens of a single character, which cannot be split.
+        """
         for name in self._short:
             if name in text:
                 raise InvalidRequest(f"messages may not hold the special token {name!r}")
         return self.cut(text)
 
     def cut_all(self, value: Any) -> Any:
-        """A JSON value whose strings, keys too, are ClientText."""
+        """Return a JSON value in which all strings, keys included, are ClientText."""
         if isinstance(value, str):
             return ClientText(self.cut_strictly(value), self)
         if isinstance(value, dict):
@@ -62,12 +67,15 @@ class Knife:
 
 
 class ClientText(str):
-    """A text that its knife has cut, with the methods of strings: what they look for is cut too,
-    and what they make is cut again where it could spell out a token that the text did not."""
+    """A client's text with its special tokens split, with the methods of str.
+
+    Strings that a method searches for are split, too. Results are split again where they could
+    spell out a special token that the text itself did not.
+    """
 
     __slots__ = ("_knife", "_mixed")
     _knife: Knife
-    _mixed: bool  # some of it may be the template's, whose special tokens are meant as such
+    _mixed: bool  # a part may come from the template, whose special tokens must stay whole
 
     def __new__(cls, text: str = "", knife: Knife | None = None) -> ClientText:
         made = super().__new__(cls, text)
@@ -76,10 +84,10 @@ class ClientText(str):
         return made
 
     def __str__(self) -> str:
-        return self  # Jinja's filters make strings of their values
+        return self  # Jinja's filters call str() on their values
 
     def _sought(self, value: Any) -> Any:
-        """What to look for instead of `value`: as it stands in this text, where it does."""
+        """Return the string to search for instead of `value`: its form with marks in this text."""
         if isinstance(value, tuple):
             return tuple(map(self._sought, value))
         if not isinstance(value, str) or str.__contains__(self, value):
@@ -87,12 +95,12 @@ class ClientText(str):
         cut, mark = self._knife.cut(value), self._knife.mark
         if str.__contains__(self, cut) or len(value) > MOST_SOUGHT or not mark:
             return cut
-        # A part of a special token may stand there around the mark.
+        # The text may hold a part of a special token with the mark inside.
         found = re.search(f"{mark}*".join(map(re.escape, value)), self)
         return found[0] if found else cut
 
     def _like(self, made: Any, mixed: bool = False) -> Any:
-        """A method's result, texts in it as this one is."""
+        """Return a method's result with the strings in it as ClientText."""
         if isinstance(made, list | tuple):
             return type(made)(self._like(one, mixed) for one in made)
         if not isinstance(made, str):
@@ -102,7 +110,7 @@ class ClientText(str):
         return text
 
     def _joined(self, made: Any, *others: Any) -> Any:
-        """As `_like`, of a text that was put together from this one and others."""
+        """Return a text that was joined from this one and `others` as ClientText, split again."""
         if not isinstance(made, str):
             return made
         mixed = self._mixed or not all(map(self._is_clients, others))
@@ -120,7 +128,7 @@ class ClientText(str):
     def replace(self, old: Any, new: Any, count: Any = -1) -> Any:
         made = super().replace(self._sought(old), new, count)
         if isinstance(new, str) and self._knife.cut(new) == new:
-            return self._joined(made)  # what comes to stand together may be a token now
+            return self._joined(made)  # the neighbours of what was replaced may form a token
         return self._joined(made, new)
 
 
@@ -150,7 +158,7 @@ for _name in ("lower", "upper", "title", "capitalize", "casefold", "swapcase"):
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """The strings of a JSON value, its keys too."""
+    """Yield the strings of a JSON value, keys included."""
     rest = [value]
     while rest:
         one = rest.pop()
@@ -164,13 +172,15 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def unused_marks(texts: Iterable[str], count: int) -> list[str]:
-    """So many of MARKS, or fewer, that none of the texts holds, neither as such nor as JSON and
-    Python escape them: a template may write what it was given in either way."""
+    """Return up to `count` of MARKS that occur in none of the texts.
+
+    Escaped forms count, too: a template may render its input as JSON or with Python's repr.
+    """
     text = "\n".join(texts)
     free = (mark for mark in MARKS if mark not in text and escaped(mark) not in text)
     return list(islice(free, count))
 
 
 def escaped(mark: str) -> str:
-    """A mark as JSON in ASCII and Python's repr have it."""
+    """Return a mark's escaped form in ASCII JSON and in Python's repr."""
     return f"\\u{ord(mark):04x}"

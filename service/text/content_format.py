@@ -1,7 +1,7 @@
-"""How a chat template takes the content of messages: as text, as a list of parts, or as either.
+"""content_format: finds out whether a chat template expects content as text or as a list of parts.
 
-Templates do not say so. What tells it is whether they go through the content as through a list:
-vLLM looks for that too.
+Templates do not declare it. As in vLLM, it is derived from whether the template iterates over a
+message's content.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from jinja2 import nodes
 
 
 class ContentFormat(Enum):
-    """What templates take as content."""
+    """The type of a message's content that a template expects."""
 
     TEXT = "text"
-    PARTS = "parts"  # a list of them, whatever the client wrote
-    EITHER = "either"  # as the client wrote it: the template asks whether it is a string
+    PARTS = "parts"  # always a list of parts
+    EITHER = "either"  # as the client sent it: the template checks whether it is a string
 
 
-# What an expression may stand for.
+# What an expression of a template may refer to.
 _Kind = Literal["messages", "message", "content", "part"]
-# Filters that leave a list a list, and those that a list of objects alone makes sense for.
+# Filters whose result is a list of the same entries, and those that only lists of objects have.
 _SAME = {"list", "reverse", "sort", "unique", "select", "reject", "default", "d"}
 _OF_OBJECTS = {"selectattr", "rejectattr", "groupby"}
 
 
 def content_format(template: nodes.Template) -> ContentFormat:
-    """What a parsed template takes. Names are not told apart by where they are set: one that is a
-    message's content anywhere is taken for it everywhere."""
+    """Return the format that a parsed template expects.
+
+    Scopes are ignored: a name that refers to a message's content anywhere is taken to do so
+    everywhere.
+    """
     reader = _Reader(template)
     if not reader.lists:
         return ContentFormat.TEXT
@@ -38,19 +41,19 @@ def content_format(template: nodes.Template) -> ContentFormat:
 
 
 class _Reader:
-    """Finds the places where content is treated as a list."""
+    """Finds the places of a template where content is treated as a list."""
 
     def __init__(self, template: nodes.Template) -> None:
         self._kinds: dict[str, set[_Kind]] = {"messages": {"messages"}}
         self._macros = {macro.name: macro for macro in template.find_all(nodes.Macro)}
-        # Of each such place: the template asks first whether the content is a string.
+        # For each such place: whether the template checks before that the content is not a string.
         self.lists: list[bool] = []
         while self._learns(template):
             pass
         self._look(template, asked=False)
 
     def _learns(self, template: nodes.Template) -> bool:
-        """Follows what names are set to; False where nothing new was found."""
+        """Propagate what names refer to, once; return whether something new was found."""
         before = sum(map(len, self._kinds.values()))
         for node in template.find_all((nodes.Assign, nodes.For, nodes.With, nodes.Call)):
             if isinstance(node, nodes.Assign):
@@ -127,7 +130,10 @@ class _Reader:
         return found
 
     def _look(self, node: nodes.Node, asked: bool) -> None:
-        """`asked`: whether content is a string has been asked on the way to `node`."""
+        """Find list uses of content below `node`.
+
+        `asked`: an enclosing condition checks whether the content is a string.
+        """
         if isinstance(node, nodes.If | nodes.CondExpr):
             asked = asked or self._asks(node.test)
             self._look(node.test, asked)
@@ -173,7 +179,7 @@ class _Reader:
 
 
 def _key(node: nodes.Node | None) -> str | None:
-    """The field that `node` reads: x.key, x["key"] or x.get("key")."""
+    """Return the field that `node` reads (x.key, x["key"] or x.get("key")), or None."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     given: nodes.Node | None = None
@@ -188,14 +194,14 @@ def _key(node: nodes.Node | None) -> str | None:
 
 
 def _owner(node: nodes.Node | None) -> nodes.Node | None:
-    """Whose field `_key` is."""
+    """Return the node whose field `_key` returns."""
     if isinstance(node, nodes.Call):
         return node.node.node if isinstance(node.node, nodes.Getattr) else None
     return node.node if isinstance(node, nodes.Getattr | nodes.Getitem) else None
 
 
 def _one_of(kinds: set[_Kind]) -> set[_Kind]:
-    """What an entry of a list is."""
+    """Return what an entry of a list of these kinds refers to."""
     found: set[_Kind] = set()
     if "messages" in kinds:
         found.add("message")

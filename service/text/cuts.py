@@ -1,16 +1,19 @@
-"""Places where a long text may be worth cutting."""
+"""Candidate places to cut a long text: line ends and word ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
 
-MOST_CUTS = 64  # places of each kind that are tried
+MOST_CUTS = 64  # candidates of each kind
 
 
 def places(text: str, end: int) -> Iterator[int]:
-    """Where a text may be worth cutting before index `end`, the last first: between a line's end
-    and a character that is no white space, then between a word and the white space behind it."""
+    """Yield candidate places to cut a text before index `end`, the last ones first.
+
+    First places between a line's end and a character that is not white space, then places between a
+    word and the white space after it.
+    """
     yield from islice(_line_begins(text, end), MOST_CUTS)
     yield from islice(_word_ends(text, end), MOST_CUTS)
 

@@ -1,7 +1,7 @@
-"""Detokenizer: token ids to text as they come, never cut inside a character.
+"""Detokenizer: turns token ids into text incrementally, never splitting a character.
 
-Each token costs the same, whatever came before it: what a decoder looks at is bounded. Pieces of
-text joined are the text of all tokens at once.
+A decoder looks at a bounded number of earlier tokens, so each token costs the same. The texts of
+all steps, joined, are the text of all tokens at once.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 
 import tokenizers
 
-# Tokens before a text that a decoder is shown: enough for what a token's text depends on, and to
-# hold one character's first bytes.
+# Earlier tokens that a decoder sees before a text: those on which a token's text depends, and those
+# that may hold the first bytes of a character.
 WINDOW = 4
 PRIMING_TOKENS = 8
-MOST_HELD = 3  # tokens with the first bytes of a character; a fourth ends it, or it is none
-BULK = 16  # tokens: fewer are not worth a look at all of them
+MOST_HELD = 3  # tokens with the first bytes of a character, which has at most four bytes
+BULK = 16  # tokens; fewer are decoded one by one
 
 _EACH_BYTE = "minserve.each_byte"
 
@@ -29,38 +29,42 @@ def _each_byte(error: UnicodeError) -> tuple[str, int]:
     return "\ufffd" * (error.end - error.start), error.end
 
 
-# One U+FFFD for each byte that is not UTF-8, as SentencePiece has it, not for several together.
+# One U+FFFD for each byte that is not UTF-8, as in SentencePiece; Python replaces several by one.
 codecs.register_error(_EACH_BYTE, _each_byte)
 
 
 class Decoder(Protocol):
-    """Token ids in, text out; bytes that do not end a character are held back.
+    """An incremental decoder of token ids; it holds back the bytes of an incomplete character.
 
-    `late` counts the characters of the last text that belong to tokens before the last one: held
-    bytes that turned out to be no character.
+    `late`: characters of the last returned text that belong to tokens before the last one. They are
+    held-back bytes that turned out not to be a character.
     """
 
     late: int
 
-    def feed(self, token: int) -> str: ...
+    def feed(self, token: int) -> str:
+        """Return the text that a token adds."""
+        ...
 
-    def feed_all(self, tokens: Sequence[int]) -> str: ...
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        """Return the text that several tokens add."""
+        ...
 
     @property
     def holds(self) -> bool:
-        """Something is held back."""
+        """Whether bytes are held back."""
         ...
 
     def flush(self) -> str:
-        """The end of the text: held bytes that can no longer become a character give U+FFFD."""
+        """Return the end of the text: held-back bytes become U+FFFD."""
         ...
 
 
 class ByteDecoder:
-    """For vocabularies whose every token is bytes, as byte-level BPE has them."""
+    """The decoder for byte-level vocabularies, in which every token is a string of bytes."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
-        """`table` holds each token's bytes; ids beyond it have none."""
+        """`table`: each token's bytes; token ids beyond it have none."""
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.late = 0
@@ -85,8 +89,16 @@ class ByteDecoder:
 
 
 def _late(pending: bytes, data: bytes, text: str, replaced: int) -> int:
-    """Characters that `pending` has become, where `data` after it makes `text`: `replaced`, unless
-    the two make a character together, or it is pending still."""
+    """Return the characters of `text` that the held-back bytes `pending` have become.
+
+    Args:
+        pending: Bytes held back before.
+        data: The bytes after them.
+        text: What the two were decoded to.
+        replaced: U+FFFD characters for `pending` if it turns out not to be a character.
+
+    Returns 0 if `pending` and `data` form a character, or if it is still incomplete.
+    """
     if not text:
         return 0
     length = 2 if pending[0] < 0xE0 else 3 if pending[0] < 0xF0 else 4
@@ -99,31 +111,37 @@ def _late(pending: bytes, data: bytes, text: str, replaced: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a `LibraryDecoder` knows of a tokenizer."""
+    """The facts about a tokenizer that a `LibraryDecoder` needs."""
 
     library: tokenizers.Tokenizer
-    silent: AbstractSet[int]  # special tokens: they have no text
-    bytes_of: Mapping[int, int]  # tokens that stand for one byte each, as <0xE4> does
-    splits: bool  # other tokens too may hold a part of a character
-    anchor: int | None  # a token with a text
+    silent: AbstractSet[int]  # special tokens, which have no text
+    bytes_of: Mapping[int, int]  # tokens of a single byte, such as <0xE4>
+    splits: bool  # whether other tokens may hold a part of a character, too
+    anchor: int | None  # some token with a text
 
     def has_text(self, token: int) -> bool:
-        """Whether it can be seen in a text: neither special, nor padding of the vocabulary."""
+        """Whether a token has a text: it is neither special nor padding of the vocabulary."""
         return token not in self.silent and self.library.id_to_token(token) is not None
 
 
 class LibraryDecoder:
-    """For all other tokenizers: the library decodes a few tokens, and what they add to those before
-    them is the text. Bytes that have tokens of their own become characters here, since the library
-    makes nothing of a whole run of them for one that is wrong."""
+    """The decoder for all other tokenizers, which uses the `tokenizers` library.
+
+    The library decodes the last few tokens without and with the new ones; the difference is the new
+    text. Tokens of single bytes are decoded here, because the library drops a whole run of them if
+    one is wrong.
+    """
 
     def __init__(self, vocabulary: Vocabulary, after: Sequence[int], *, begins: bool) -> None:
-        """Decodes what follows the tokens `after`. `begins`: where these have no text, a text
-        begins, from which some tokenizers take off a space; else it goes on."""
+        """Prepare to decode what follows the tokens `after`.
+
+        `begins`: whether the text begins here if `after` has no text. Some tokenizers remove a
+        space at the beginning of a text.
+        """
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=_EACH_BYTE)
-        self._window: list[int] = []  # the last tokens whose text has come
-        self._held: list[int] = []  # those whose text has not
+        self._window: list[int] = []  # the last tokens whose text has been returned
+        self._held: list[int] = []  # tokens whose text is held back
         self.late = 0
         seen = self._seen(after)
         if not (seen or begins) and vocabulary.anchor is not None:
@@ -134,7 +152,7 @@ class LibraryDecoder:
         self.late = 0
 
     def _seen(self, after: Sequence[int]) -> list[int]:
-        """The last tokens that have a text, as many as are looked at."""
+        """Return the last tokens with a text, as many as a decoder looks at."""
         seen: list[int] = []
         for token in reversed(after):
             if self._vocabulary.has_text(token):
@@ -184,7 +202,7 @@ class LibraryDecoder:
         return self._release() + self._utf8.decode(b"", final=True)
 
     def _decode(self, tokens: list[int]) -> str:
-        """The text that tokens add which stand for no byte."""
+        """Return the text that tokens add; none of them is a token of a single byte."""
         held = self._held
         before = self._text(self._window)
         text = self._text([*self._window, *held, *tokens])
@@ -202,7 +220,7 @@ class LibraryDecoder:
         return added
 
     def _release(self) -> str:
-        """The text of what is held, as it is."""
+        """Return the text of the held-back tokens, incomplete as it is."""
         if not self._held:
             return ""
         before = self._text(self._window)
@@ -220,8 +238,11 @@ class LibraryDecoder:
 
 
 def _added(before: str, text: str) -> str:
-    """What `text` has more than `before`, with which it begins (as a rule: what a decoder does with
-    a text's end may change)."""
+    """Return what `text` has in addition to its prefix `before`.
+
+    If `before` is not quite a prefix, because a decoder treats the end of a text in another way,
+    return what follows the common prefix.
+    """
     if text.startswith(before):
         return text[len(before) :]
     common = (i for i, (one, other) in enumerate(zip(before, text, strict=False)) if one != other)

@@ -1,10 +1,10 @@
-"""Stop strings: a text ends before the first of them, wherever tokens cut it.
+"""Stop strings: end a text before the first of them, independent of token boundaries.
 
-One Knuth-Morris-Pratt automaton per stop string reads character by character, so that the outcome
-depends on the text alone and each character costs the same, whatever the stop strings are.
+One Knuth-Morris-Pratt automaton per stop string reads the text character by character. So the
+result depends on the text alone, and each character costs the same whatever the stop strings are.
 
-A stop string may name a special token, which has no text: where it does, the token is one character
-of its own kind (a surrogate, which no text holds) to the automata, and none to the reader.
+A stop string may name a special token, which has no text. Then the automata see the token as one
+special character (a surrogate, which no text holds), and the client does not see it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 
-MOST_KNOWN = 1024  # tokens that stop strings keep in mind
+MOST_KNOWN = 1024  # tokens known to be clear that are cached
 _SURROGATES = range(0xD800, 0xE000)
 _UNSEEN = dict.fromkeys(_SURROGATES)
 
 
 class StopStrings:
-    """Stop strings with their tables: built once, read by the matcher of every text."""
+    """Stop strings with their automata's tables, shared by the matchers of many texts."""
 
     def __init__(self, stops: Sequence[str], special_ids: Mapping[str, int] | None = None) -> None:
-        """`stops` are not empty strings; `special_ids` are the model's special tokens by name."""
+        """`stops`: non-empty strings. `special_ids`: the model's special tokens by name."""
         named = [name for name in special_ids or () if any(name in stop for stop in stops)]
-        # Of the special tokens that stop strings name: the character that stands for each.
+        # The character that represents each special token that is named in a stop string.
         self.marks: dict[int, str] = {}
         all_stops = set(stops)
         if special_ids and named:
@@ -32,7 +32,7 @@ class StopStrings:
             characters = dict(zip(named, map(chr, _SURROGATES), strict=False))
             self.marks = {special_ids[name]: mark for name, mark in characters.items()}
             pattern = re.compile("|".join(map(re.escape, named)))
-            # The name may also be spelled out by tokens that have a text.
+            # The name itself remains a stop string, as other tokens may spell it out.
             all_stops |= {pattern.sub(lambda found: characters[found[0]], stop) for stop in stops}
         self.stops = sorted(all_stops, key=lambda stop: (-len(stop), stop))
         self.failures = [_failure_function(stop) for stop in self.stops]
@@ -41,15 +41,17 @@ class StopStrings:
         self._texts: Mapping[int, str | None] | None = None
 
     def known_clear(self, texts: Mapping[int, str | None]) -> set[int]:
-        """Tokens that are known to be clear (`all_clear`): a set that may grow, of these texts
-        alone."""
+        """Return the cached set of clear tokens (see `all_clear`) for these token texts."""
         if self._texts is not texts:
             self._texts, self._clear = texts, set()
         return self._clear
 
     def all_clear(self, tokens: Sequence[int], texts: Mapping[int, str | None]) -> bool:
-        """No token's text, which `texts` gives, is None or holds a character with which a stop
-        string begins."""
+        """Whether all tokens are clear: no stop string can begin within their texts.
+
+        `texts`: each token's text; None for a token that holds a part of a character, which is not
+        clear.
+        """
         clear = self.known_clear(texts)
         for token in tokens:
             text = texts[token]
@@ -61,8 +63,11 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Passes text on up to the first stop string, and holds back the longest suffix that could
-    begin one. The first stop string to be complete wins; of two that end together, the longer."""
+    """Passes a text on up to the first stop string.
+
+    It holds back the longest suffix that could begin a stop string. The stop string that is
+    complete first counts; if two end at the same character, the longer one.
+    """
 
     __slots__ = ("_failures", "_held", "_matched", "_stops", "passed", "stopped", "strings")
 
@@ -70,13 +75,13 @@ class StopMatcher:
         self._stops = strings.stops
         self.strings = strings
         self._failures = strings.failures
-        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._matched = [0] * len(self._stops)  # matched characters of each stop string
         self._held = ""
-        self.passed = 0  # characters that are known to stay, those of special tokens too
+        self.passed = 0  # characters that are certain to stay, including those of special tokens
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """The text that is now known to stay; nothing after a stop string."""
+        """Take text and return what is now certain to stay; nothing after a stop string."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -92,11 +97,11 @@ class StopMatcher:
 
     @property
     def holds(self) -> bool:
-        """Text is held back: a stop string may have begun."""
+        """Whether text is held back, because it may be the beginning of a stop string."""
         return bool(self._held)
 
     def flush(self) -> str:
-        """The text has ended: what was held back."""
+        """End the text and return what was held back."""
         held, self._held = self._held, ""
         return self._pass_on(held)
 
@@ -105,7 +110,7 @@ class StopMatcher:
         return text.translate(_UNSEEN) if self.strings.marks else text
 
     def _advance(self, character: str) -> int:
-        """Reads one character; the length of the stop string that it completes, else 0."""
+        """Read one character; return the length of the stop string that it completes, else 0."""
         for which, stop in enumerate(self._stops):
             matched, failure = self._matched[which], self._failures[which]
             while matched and stop[matched] != character:
@@ -119,7 +124,7 @@ class StopMatcher:
 
 
 def _failure_function(word: str) -> array[int]:
-    """For each prefix, the length of its longest proper suffix that is also its prefix."""
+    """Return for each prefix the length of its longest proper suffix that is also a prefix."""
     failure = array("i", bytes(4 * len(word)))
     length = 0
     for position in range(1, len(word)):

@@ -1,4 +1,4 @@
-"""Texts of single tokens, as they are asked for."""
+"""PlainTexts and Names: texts of single tokens, computed when they are first needed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 
 
 class PlainTexts(dict[int, str | None]):
-    """The text of each token of a byte-level vocabulary, where it is one whatever comes before and
-    after: None for tokens that hold a part of a character."""
+    """The text of each token of a byte-level vocabulary; None if it holds a part of a character.
+
+    A token with a text here is plain: its text does not depend on its neighbours.
+    """
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
-        self.known: set[int] = set()  # tokens that are known to have one
+        self.known: set[int] = set()  # tokens that are known to be plain
 
     def has_all(self, tokens: Sequence[int]) -> bool:
-        """Each of these tokens has a text."""
+        """Whether all of these tokens are plain."""
         known = self.known
         if known.issuperset(tokens):
             return True
@@ -22,7 +24,7 @@ class PlainTexts(dict[int, str | None]):
         return known.issuperset(tokens)
 
     def joined(self, tokens: Sequence[int]) -> str | None:
-        """Their text; None where one of them has none."""
+        """Return the text of tokens, or None if one of them is not plain."""
         try:
             return "".join(map(self.__getitem__, tokens))  # type: ignore[arg-type]
         except TypeError:
@@ -39,7 +41,7 @@ class PlainTexts(dict[int, str | None]):
 
 
 class Names(dict[int, str]):
-    """Each token as a string: its text, or `bytes:\\xNN` where that is not whole UTF-8."""
+    """The name of each token in answers: its text, or `bytes:\\xNN` if that is not valid UTF-8."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of

@@ -1,9 +1,9 @@
-"""Tokenizer: text to token ids, and back.
+"""Tokenizer: converts text to token ids and back.
 
-A wrapper of the `tokenizers` library, for whatever it can load. Two fast paths give what the
-library gives (tests compare): a byte-level vocabulary decodes through a table of each token's
-bytes, and one without merges encodes as the UTF-8 bytes themselves, in a fraction of the library's
-time and memory.
+A wrapper of the `tokenizers` library for every tokenizer.json that it can load. Two fast paths give
+the same results as the library (tests compare them) in a fraction of its time and memory.
+Byte-level vocabularies decode with a table of each token's bytes. Byte-level vocabularies without
+merges encode UTF-8 bytes directly.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from service.text.detokenizer import (
 )
 from service.text.token_texts import Names, PlainTexts
 
-# Longer texts are encoded on a thread, so that the event loop keeps turning.
+# Longer texts are encoded on a thread, so that they do not block the event loop.
 THREAD_CHARACTERS = 32_768
-# Characters on each side of a place that decide whether a text may be cut there.
+# Characters on each side of a place that are checked before a text is cut there.
 CUT_CHARACTERS = 256
-MOST_TEXTS = 4096  # that are tried as an example
+MOST_TEXTS = 4096  # sample texts to find the tokens that the tokenizer puts around a text
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -44,8 +44,8 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer:
     """A checkpoint's tokenizer.json.
 
-    A text that spells a special token out is text, unless it is said to be more: only an id ends a
-    text.
+    Special tokens that are spelled out in a text are encoded as plain text, except with
+    `parse_special` and in rendered chat templates.
     """
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
@@ -64,26 +64,29 @@ class Tokenizer:
         self._special = {id for id, token in added.items() if token.special}
         self._special_names = {id: added[id].content for id in self._special}
         self.special_ids = {name: id for id, name in self._special_names.items()}
-        # Of two that begin alike the longer one is meant.
+        # Longest first, so that of two names with the same beginning the longer one matches.
         names = sorted(self.special_ids, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, names))) if names else None
-        # Those that a text is split at, as far as it can hold them.
+        # The added tokens at which the library splits a text.
         others = map(_added_token, layout["added_tokens"])
         self._added = re.compile("|".join(others)) if layout["added_tokens"] else None
         self._bytes = self._byte_table(layout)
         self._byte_ids = None if self._bytes is None else self._pure_bytes(layout)
         self._begin, self._end = self._marks()
-        # A text that begins has other tokens than one that goes on.
+        # Whether the beginning of a text has other tokens than the same text in mid-sentence.
         self.marks_beginnings = bool(self._begin) or on_going is not None
         self.names = Names(self.bytes_of)
-        # None where a token's text depends on its neighbours.
+        # None if the texts of tokens depend on their neighbours.
         self.plain_texts = None if self._bytes is None else PlainTexts(self._bytes)
         self._vocabulary = self._read_vocabulary(layout) if self._bytes is None else None
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
-        """Reads tokenizer.json; None without one. Raises CheckpointError for one that cannot be
-        read, is broken or has more tokens than the model's `vocab_size`."""
+        """Read the tokenizer.json of a folder; return None if there is none.
+
+        Raises CheckpointError if it cannot be read, is broken, or has token ids beyond the model's
+        `vocab_size`.
+        """
         path = folder / "tokenizer.json"
         if not has_file(path):
             return None
@@ -103,12 +106,12 @@ class Tokenizer:
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a text, such as a beginning-of-text token."""
+        """Tokens that the tokenizer puts before a text, such as a beginning-of-text token."""
         return self._begin
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """What it puts behind one."""
+        """Tokens that the tokenizer puts after a text."""
         return self._end
 
     def encode(
@@ -120,12 +123,18 @@ class Tokenizer:
         marks: bool = True,
         parse_special: bool = False,
     ) -> array[int]:
-        """The text's token ids.
+        """Return the token ids of a text.
 
-        `begins`: it is the beginning of a text, before which some tokenizers put a space; else it
-        goes on in mid-sentence. `ends`: nothing follows it. With `marks` the ids that stand at a
-        text's beginning and end are put there. With `parse_special` special tokens that the text
-        spells out are these tokens, and the mark of its beginning is not put there twice.
+        Args:
+            text: The text.
+            begins: It is the beginning of a text, before which some tokenizers put a space; else it
+                continues one in mid-sentence.
+            ends: Nothing follows it.
+            marks: Add the tokens that the tokenizer puts before and after a text (`begin_ids` with
+                `begins`, `end_ids` with `ends`).
+            parse_special: Special tokens that the text spells out become these tokens; `begin_ids`
+                are not added if the text begins with them.
+
         Raises InvalidRequest for text that UTF-8 cannot hold or the vocabulary has no tokens for.
         """
         data = _check_unicode(text)
@@ -145,9 +154,11 @@ class Tokenizer:
         return ids
 
     def encode_template(self, text: str, mark: str = "") -> array[int]:
-        """The token ids of what a chat template has written: its special tokens are meant as such,
-        but for those that `mark`, a character of no other use, cuts in two. Nothing is put around
-        it. Raises as `encode`."""
+        """Return the token ids of a rendered chat template, without tokens around it.
+
+        Special tokens in the text become tokens, except those that are split by `mark`, which is
+        removed (see `service.text.client_text`). Raises what `encode` raises.
+        """
         _check_unicode(text)
         if self._spelled:
             text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
@@ -159,8 +170,11 @@ class Tokenizer:
         return _ids(self._library, text)
 
     def _ids_in_mid_sentence(self, text: str) -> array[int]:
-        """The rules for a text's beginning are left out up to the first added token, behind which
-        some tokenizers let a text begin anew."""
+        """Return the ids of a text in mid-sentence, without the rules for a text's beginning.
+
+        After the first added token these rules apply again, as some tokenizers begin a text anew
+        there.
+        """
         if self._mid_library is self._library:
             return self._ids(text)
         found = self._added.search(text) if self._added else None
@@ -177,7 +191,7 @@ class Tokenizer:
         marks: bool = True,
         parse_special: bool = False,
     ) -> array[int]:
-        """`encode`, beside the event loop where the text is long."""
+        """Return what `encode` returns; run it on a thread if the text is long."""
         if len(text) <= THREAD_CHARACTERS:
             return self.encode(
                 text, begins=begins, ends=ends, marks=marks, parse_special=parse_special
@@ -188,20 +202,23 @@ class Tokenizer:
 
     @property
     def takes_spaces_off(self) -> bool:
-        """Tokens may have another text where one begins with them, such as one without a space."""
+        """Whether a token's text may differ at the beginning of a text, for example by a space."""
         return self._bytes is None
 
     @property
     def joins_nothing(self) -> bool:
-        """The ids of two texts one after the other are those of both, wherever a text is cut."""
+        """Whether a text can be cut anywhere: the parts' ids, joined, are those of the text."""
         return self._byte_ids is not None
 
     def last_cut(self, text: str, *, parse_special: bool = False) -> int:
-        """The last index at which a text, which goes on, may be cut so that its parts have the ids
-        that they have together; the second is then one in mid-sentence. 0 = none was found.
+        """Return the last index at which a text can be cut without changing its token ids.
 
-        Places before a line and between words are tried: there the ids on both sides, so many
-        characters of each, have to be those of both sides together."""
+        The part after the cut is then encoded as text in mid-sentence. More text may follow.
+        Returns 0 if no place was found.
+
+        Line and word ends are tried: CUT_CHARACTERS on both sides must have the same ids encoded
+        separately and together.
+        """
         if self._byte_ids is not None and not (parse_special and self._spelled):
             return len(text)
         for place in places(text, len(text) - CUT_CHARACTERS):
@@ -216,14 +233,17 @@ class Tokenizer:
         return 0
 
     def id_of(self, name: str) -> int | None:
-        """The token of this name."""
+        """Return the id of the token with this name, or None."""
         special = self.special_ids.get(name)
         token: int | None = self._library.token_to_id(name) if special is None else special
         return token
 
     def decoder(self, after: Sequence[int] = (), *, begins: bool = True) -> Decoder:
-        """A decoder of what follows the tokens `after`, whose own text it does not repeat.
-        `begins`: where they have no text, a text begins with what follows; else it goes on."""
+        """Return a decoder for the tokens that follow the tokens `after`.
+
+        It does not repeat the text of `after`. `begins`: whether a text begins here if `after` has
+        no text.
+        """
         if self._bytes is None:
             assert self._vocabulary is not None
             return LibraryDecoder(self._vocabulary, after, begins=begins)
@@ -232,15 +252,17 @@ class Tokenizer:
         return decoder
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         if self._bytes is not None:
             return b"".join(map(self._token_bytes, tokens)).decode(errors="replace")
         decoder = self.decoder()
         return decoder.feed_all(list(tokens)) + decoder.flush()
 
     def decode_open(self, tokens: Sequence[int], *, begins: bool = True) -> str:
-        """The text of `tokens`, which goes on: without the bytes at its end that do not make a
-        character yet. `decoder(after=tokens)` begins with these. `begins`: as for `decoder`."""
+        """Return the text of tokens without the bytes of an incomplete character at its end.
+
+        `decoder(after=tokens)` continues with these bytes. `begins`: see `decoder`.
+        """
         if self._bytes is not None:
             return self.decode(tokens).removesuffix(self.decoder(after=tokens).flush())
         return self.decoder(begins=begins).feed_all(tokens)
@@ -248,19 +270,24 @@ class Tokenizer:
     def count_bytes(
         self, tokens: Sequence[int], after: Sequence[int] = (), *, begins: bool = True
     ) -> int:
-        """UTF-8 bytes of the text of tokens that follow the tokens `after`. `begins`: as for
-        `decoder`."""
+        """Return the number of UTF-8 bytes of the text of tokens that follow the tokens `after`.
+
+        `begins`: see `decoder`.
+        """
         if self._bytes is not None:
             return sum(len(self._token_bytes(token)) for token in tokens)
         decoder = self.decoder(after, begins=begins)
         return len((decoder.feed_all(tokens) + decoder.flush()).encode())
 
     def bytes_behind(self, text: str, first: Sequence[int]) -> int:
-        """UTF-8 bytes of a text behind its first tokens. They are the text's own, which tokens do
-        not always tell: a normalizer changes them, and what has no token has no bytes."""
+        """Return the number of UTF-8 bytes of a text after its first tokens.
+
+        The text's own bytes count. The bytes of its tokens can differ: a normalizer may change
+        them, and characters without a token have none.
+        """
         if self._bytes is not None:
             begin = b"".join(map(self._token_bytes, first))
-        else:  # each byte that is a part of a character comes as one U+FFFD
+        else:  # each byte of an incomplete character is decoded to one U+FFFD
             decoder = self.decoder(begins=False)
             begin_text = decoder.feed_all(first) + decoder.flush()
             begin = begin_text.replace("\ufffd", "?").encode()
@@ -269,11 +296,11 @@ class Tokenizer:
         return max(len(text.encode()) - len(begin), 0)
 
     def name(self, token: int) -> str:
-        """A token as a string (Names)."""
+        """Return a token's name in answers (see `Names`)."""
         return self.names[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """A token's bytes; a special token's are its name's."""
+        """Return a token's bytes; for a special token those of its name."""
         if token in self._special:
             return self._special_names[token].encode()
         if self._bytes is not None:
@@ -290,7 +317,7 @@ class Tokenizer:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def _byte_table(self, layout: dict[str, Any]) -> list[bytes] | None:
-        """Each token's bytes where the decoder is byte-level, else None."""
+        """Return each token's bytes if the tokenizer's decoder is byte-level, else None."""
         if (layout["decoder"] or {}).get("type") != "ByteLevel":
             return None
         value = {character: byte for byte, character in enumerate(_byte_alphabet())}
@@ -306,7 +333,7 @@ class Tokenizer:
         return table
 
     def _read_vocabulary(self, layout: dict[str, Any]) -> Vocabulary:
-        """What decoding needs to know where the decoder is not byte-level."""
+        """Return the facts for a LibraryDecoder, for tokenizers that are not byte-level."""
         kinds = set(_decoder_kinds(layout["decoder"]))
         named = self._library.get_vocab().items()
         single = {}
@@ -324,12 +351,12 @@ class Tokenizer:
         )
 
     def _marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What is put before each text and behind it."""
-        # They are seen around a text that has tokens itself, which "a" need not have.
+        """Return the tokens that the tokenizer puts before and after each text."""
+        # They show around a text that has tokens itself; the vocabulary may have none for "a".
         for text in ("a", *islice(self._library.get_vocab(), MOST_TEXTS)):
             try:
                 around = self._library.encode(text, add_special_tokens=True)
-            except Exception:  # no token for it, nor one for the unknown
+            except Exception:  # neither tokens for the text nor an unknown token
                 continue
             mask = list(around.special_tokens_mask)
             if 0 in mask:
@@ -338,7 +365,8 @@ class Tokenizer:
         return (), ()
 
     def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
-        """The token of each byte where encoding is nothing else, else None."""
+        """Return the token of each byte if the tokenizer maps bytes to tokens one by one, else
+        None."""
         model, pre = layout["model"], layout["pre_tokenizer"] or {}
         if not (
             layout["normalizer"] is None
@@ -358,35 +386,38 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> list[str]:
-    """The printable stand-in of each byte in byte-level vocabularies (GPT-2's): printable Latin-1
-    stands for itself, the other bytes, in order, for the code points from 256 on."""
+    """Return the printable character of each byte in byte-level vocabularies (GPT-2's).
+
+    Printable Latin-1 characters represent themselves; the other bytes are represented, in order, by
+    the code points from 256 on.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 def _check_unicode(text: str) -> bytes:
-    """The text as UTF-8. Raises InvalidRequest for text that it cannot hold."""
+    """Return a text as UTF-8. Raises InvalidRequest for text with lone surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"the text holds a lone surrogate at character {error.start}, which is no "
+            f"the text holds a lone surrogate at character {error.start}, which is not a "
             "Unicode character"
         ) from error
 
 
 def _added_token(token: dict[str, Any]) -> str:
-    """The expression for an added token in a text, with the spaces to its left that it takes."""
+    """Return a regular expression for an added token, with the spaces to its left that it takes."""
     spelled = re.escape(token["content"])
     if token["single_word"]:
         spelled = rf"(?<!\w){spelled}(?!\w)"
-    # Looked for where a run of spaces begins: from each of a million it would take forever.
+    # Match from the beginning of a run of spaces only; starting at each space would be quadratic.
     return rf"(?<!\s)\s*{spelled}" if token["lstrip"] else spelled
 
 
 def _ids(library: tokenizers.Tokenizer, text: str) -> array[int]:
-    """Raises InvalidRequest for a text that the vocabulary has no tokens for."""
+    """Return a text's ids. Raises InvalidRequest if the vocabulary has no tokens for the text."""
     try:
         return array("i", library.encode(text, add_special_tokens=False).ids)
     except Exception as error:  # the library raises bare Exception
@@ -396,7 +427,7 @@ def _ids(library: tokenizers.Tokenizer, text: str) -> array[int]:
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> Iterator[str]:
-    """The types of a decoder and of all its parts."""
+    """Yield the types of a decoder and of all its parts."""
     if decoder is not None:
         yield decoder["type"]
         for part in decoder.get("decoders", ()):

@@ -1,16 +1,16 @@
-"""Text that comes as bytes, in pieces that can be encoded one by one at constant memory."""
+"""Pieces: splits UTF-8 text that arrives as bytes into pieces to encode one by one."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
 
-# Pieces that a text without a place to be cut at is kept for.
+# A text without a place to cut is kept for this many times the least piece, then cut anyway.
 MOST_PIECES = 16
 
 
 class NotUtf8(ValueError):
-    """What came is no UTF-8 text: `reason`, and `at` which byte of all."""
+    """The text is not UTF-8. `reason` says why; `at` is the offset of the wrong byte."""
 
     def __init__(self, reason: str, at: int) -> None:
         super().__init__(f"{reason} at byte {at:,}")
@@ -19,21 +19,28 @@ class NotUtf8(ValueError):
 
 
 class Pieces:
-    """Cuts text where its parts have the tokens that they have together; what has no such place
-    within MOST_PIECES pieces, between characters."""
+    """Cuts a text into pieces at places where cutting does not change its tokens.
+
+    If no such place is found within MOST_PIECES times the least length, it cuts between any two
+    characters. Memory is bounded.
+    """
 
     def __init__(self, least: int, last_cut: Callable[[str], int]) -> None:
-        """`least`: characters of a piece, but for the last one. `last_cut` gives the last place
-        where a text may be cut, 0 for none (`Tokenizer.last_cut`)."""
+        """Begin a text.
+
+        Args:
+            least: Least characters of a piece, except for the last one.
+            last_cut: Returns the last place where a text can be cut, or 0 (`Tokenizer.last_cut`).
+        """
         self._least = least
-        self._wanted = least  # characters that are needed before a cut is looked for
+        self._wanted = least  # characters to collect before the next attempt to cut
         self._last_cut = last_cut
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._rest = ""
-        self._offset = 0  # of what comes next, in bytes
+        self._offset = 0  # bytes taken so far
 
     def feed(self, data: bytes) -> str:
-        """The next piece; empty while more is needed. Raises NotUtf8."""
+        """Take bytes and return the next piece, or "" while more is needed. Raises NotUtf8."""
         self._decode(data, final=False)
         rest = self._rest
         if len(rest) < self._wanted:
@@ -49,7 +56,7 @@ class Pieces:
         return rest[:cut]
 
     def finish(self) -> str:
-        """The last one, which may be empty. Raises NotUtf8."""
+        """End the text and return the last piece, which may be empty. Raises NotUtf8."""
         self._decode(b"", final=True)
         last, self._rest = self._rest, ""
         return last

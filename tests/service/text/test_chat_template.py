@@ -75,7 +75,7 @@ async def test_the_file_of_older_processors_goes_last(tmp_path: Path) -> None:
     assert await text_of(tmp_path, None) == "of the processor"
     assert await text_of(tmp_path, TEMPLATE) != "of the processor"
     path.write_text('{"chat_template": 5}')
-    assert "chat_template.json is no text" in await refusal(tmp_path, None)
+    assert "chat_template.json is not a string" in await refusal(tmp_path, None)
     path.write_text("{}")
     assert "no chat template" in await refusal(tmp_path, None)
 
@@ -158,7 +158,7 @@ async def test_the_sandbox(tmp_path: Path, template: str) -> None:
         (r"{{ 1 | \ud800 }}", "cannot be used"),
         ("{% generation %}", "cannot be used"),
         ("{{ " + "(" * 5000, "cannot be used"),
-        (5, "is no text"),
+        (5, "is not a string"),
     ],
 )
 async def test_no_template_that_can_be_used(tmp_path: Path, template: Any, words: str) -> None:
@@ -302,7 +302,7 @@ async def test_a_message_that_goes_on(
         ("{{ messages[-1].content[:2] }}", "abc", "does not stand"),
         ("{{ messages[-1].content }}", None, "no content"),
         ("{% for p in messages[-1].content %}{{ p.text }}{% endfor %}", [], "no text"),
-        ("{{ messages | tojson }}", "abc", "does not name the messages' content"),
+        ("{{ messages | tojson }}", "abc", "does not use the messages' content"),
         ("{{ messages[-1].content }}", "".join(MARKS), "U\\+FDD0"),
     ],
 )
