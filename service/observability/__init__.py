@@ -1,1 +1,1 @@
-"""Metrics, logs and traces."""
+"""Observability: Prometheus metrics, the access log and OpenTelemetry traces."""

@@ -1,7 +1,8 @@
-"""Histograms and counts of their own, which the library's registry reads when somebody looks.
+"""Fast histograms and counters, which prometheus_client's registry reads when it is scraped.
 
-A histogram of the library takes locks for each observation and looks for its bucket in Python, and
-a counter takes a lock; streams bring hundreds of thousands a second, and a request ends with ten.
+The library's histograms take locks and search the bucket in Python for each observation, and its
+counters take a lock. Streams make hundreds of thousands of observations a second, and each request
+makes ten at its end.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-MOST_SEEN = 256  # observations that are not sorted yet
+MOST_SEEN = 256  # observations that are collected before they are sorted into buckets
 
 
 class HistogramSeries:
-    """The observations of one series; of one thread."""
+    """The observations of one series; for use by one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` are the upper ones of the buckets, in order, without the infinite one."""
+        """`bounds`: upper bounds of the buckets, ascending, without infinity."""
         self._bounds = list(bounds)
-        self._counts = [0] * (len(bounds) + 1)  # of each bucket alone
+        self._counts = [0] * (len(bounds) + 1)  # of each bucket, not cumulative
         self._sum = 0.0
         self._seen: list[float] = []
         self._created = time.time()
 
     def observe(self, value: float) -> None:
-        """One observation."""
+        """Add one observation."""
         self._seen.append(value)
         if len(self._seen) >= MOST_SEEN:
             self._sort()
 
     def observe_times(self, value: float, times: int) -> None:
-        """Several observations of the same value."""
+        """Add `times` observations of the same value."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def _sort(self) -> None:
-        """Into buckets: a look at each bound costs less than one at each value."""
+        """Sort the collected observations into buckets: one search per bound, not per value."""
         seen = self._seen
         seen.sort()
         below = 0
@@ -57,44 +58,53 @@ class HistogramSeries:
         seen.clear()
 
     def read(self) -> tuple[list[int], float, float]:
-        """How many observations were at most each bound, infinity being the last; the sum of all
-        of them; and when the series was made, in seconds since 1970."""
+        """Return the cumulative counts, the sum of all observations, and the time of creation.
+
+        The counts are of the observations up to each bound; the last bound is infinity. The time is
+        in seconds since 1970.
+        """
         self._sort()
         return list(accumulate(self._counts)), self._sum, self._created
 
 
 class HistogramCollector(Collector):
-    """A histogram of several series, one for each combination of labels that was asked for."""
+    """A histogram with one series for each combination of label values that is used."""
 
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], labels: Sequence[str] = ()
     ) -> None:
-        """`bounds` as of a HistogramSeries; `labels` are names.
+        """Describe the histogram.
 
-        Raises ValueError for bounds that are out of order or not finite.
+        Args:
+            name: The metric's name.
+            documentation: Its help text.
+            bounds: Upper bounds of the buckets, ascending, without infinity.
+            labels: Names of its labels.
+
+        Raises ValueError for bounds that are not ascending or not finite.
         """
         if sorted(set(bounds)) != list(bounds) or not all(map(math.isfinite, bounds)):
             raise ValueError(f"{name}: the bounds are not finite or do not rise: {bounds}")
         self._name = name
         self._documentation = documentation
         self._bounds = bounds
-        to_text: Callable[[float], str] = floatToGoString  # which carries no types
+        to_text: Callable[[float], str] = floatToGoString  # it has no type annotations
         self._texts = [to_text(bound) for bound in (*bounds, math.inf)]
         self._labels = tuple(labels)
         self._series: dict[tuple[str, ...], HistogramSeries] = {}
         self._tells_created = _tells_created()
 
     def of(self, *labels: str) -> HistogramSeries:
-        """The series of these values of the labels, which is exposed from now on."""
+        """Return the series of these label values, which is exposed from now on."""
         assert len(labels) == len(self._labels), f"{self._name} has the labels {self._labels}"
         return self._series.setdefault(labels, HistogramSeries(self._bounds))
 
     def describe(self) -> Iterator[Metric]:
-        """The family without its series: the registry asks for names."""
+        """Yield the family without series; the registry asks for its name."""
         yield self._family()
 
     def collect(self) -> Iterator[Metric]:
-        """The family as it is just now; in the thread that observes."""
+        """Yield the family with its series. Must be called in the thread that observes."""
         family = self._family()
         for labels, series in self._series.items():
             counts, total, created = series.read()
@@ -112,29 +122,29 @@ class HistogramCollector(Collector):
 
 @cache
 def _tells_created() -> bool:
-    """Whether the library's own series tell when they were made, which its users can turn off."""
+    """Whether the library exposes creation times (`_created`), which can be turned off."""
     (family,) = Counter("one", "One.", registry=None).collect()
     return any(sample.name.endswith("_created") for sample in family.samples)
 
 
 class Count:
-    """Feeds a series of `counter`; of one thread."""
+    """Collects increments of one series of a Counter; for use by one thread."""
 
     __slots__ = ("_counter", "value")
 
     def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self.value = 0  # that the counter does not have yet
+        self.value = 0  # increments that the counter does not have yet
 
     def flush(self) -> None:
-        """The counter has it all."""
+        """Add the collected increments to the counter."""
         if self.value:
             self._counter.inc(self.value)
             self.value = 0
 
 
 class Counts:
-    """The series of a counter with labels."""
+    """The series of a Counter with labels, as `Count`s."""
 
     def __init__(self, counter: Counter) -> None:
         self._made: list[Count] = []
@@ -143,10 +153,10 @@ class Counts:
             self._made.append(Count(counter.labels(*labels)))
             return self._made[-1]
 
-        # Labels are looked up in a table that costs a tenth of the library's; they are few.
+        # This cache of the few label combinations costs a tenth of the library's lookup.
         self.of: Callable[..., Count] = cache(make)
 
     def flush(self) -> None:
-        """The counter has it all."""
+        """Add the collected increments of all series to the counter."""
         for count in self._made:
             count.flush()

@@ -1,9 +1,9 @@
-"""Samples: what several processes count, summed into one exposition.
+"""Merges the metrics of several API processes into one exposition.
 
-prometheus_client's own way of doing so knows no info metrics and no collectors, and needs files.
-Here each process tells its samples as plain data. Counters and histograms are summed. Everything
-else (gauges, which tell of the engines that all processes share; infos) and what the supervisor
-counts is taken from the process that is asked.
+prometheus_client's own multiprocess mode supports neither info metrics nor collectors, and needs
+files. Here each process sends its samples as plain data. Counters and histograms are summed. All
+other metrics are taken from the process that is scraped: gauges, which describe the engines that
+all processes share, infos, and what the supervisor counts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 SUMMED = ("counter", "histogram")
-RESTARTS = "minserve_engine_restarts"  # a counter that every process knows whole
+RESTARTS = "minserve_engine_restarts"  # a counter of the supervisor, equal in all processes
 
 Labels = tuple[tuple[str, str], ...]
-# By family, then by a sample's name and labels.
+# Values by family, then by a sample's name and labels.
 Sums = dict[str, dict[tuple[str, Labels], float]]
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):
-    """One metric's samples that are summed."""
+    """The samples of one metric that is summed over processes."""
 
     name: str
     samples: list[tuple[str, list[tuple[str, str]], float]]
@@ -35,7 +35,7 @@ _decode = msgspec.msgpack.Decoder(list[Family]).decode
 
 
 class RestartsCollector(Collector):
-    """Engines that were started again after one had died."""
+    """The counter of engine restarts."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         self._count = count
@@ -47,7 +47,7 @@ class RestartsCollector(Collector):
 
 
 def fold(packed: Sequence[bytes]) -> bytes:
-    """Several processes' samples as those of one."""
+    """Return the packed samples of several processes, summed, as those of one process."""
     sums = _add(packed)
     return _encode(
         [
@@ -73,20 +73,20 @@ def _add(packed: Iterable[bytes]) -> Sums:
 
 
 def _join(sample: str, one: float | None, other: float) -> float:
-    """Times of creation are no counts: the earliest stands."""
+    """Return the sum of two samples; of creation times, the earlier one."""
     if one is None:
         return other
     return min(one, other) if sample.endswith("_created") else one + other
 
 
 class Snapshot:
-    """What a registry holds just now; it is told to others as what they are added to here."""
+    """The metrics of a registry at one moment, to send to other processes or to render."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._metrics = list(registry.collect())
 
     def pack(self) -> bytes:
-        """What of it is summed."""
+        """Return the samples that are summed over processes, as bytes."""
         families = [
             Family(
                 metric.name,
@@ -98,12 +98,12 @@ class Snapshot:
         return _encode(families)
 
     def render(self, others: Sequence[bytes] = ()) -> bytes:
-        """The text exposition, with other processes' samples added."""
+        """Return Prometheus' text exposition, with the packed samples of `others` added."""
         return generate_latest(_Sum(self._metrics, _add(others)))
 
 
 class _Sum:
-    """Collects as a registry does."""
+    """The sum of metrics and other processes' samples, with a registry's `collect`."""
 
     def __init__(self, metrics: Sequence[Metric], others: Sums) -> None:
         self._metrics = metrics
@@ -120,6 +120,6 @@ class _Sum:
             other = of.pop((sample.name, tuple(sorted(sample.labels.items()))), None)
             value = _join(sample.name, other, sample.value)
             whole.add_sample(sample.name, sample.labels, value)
-        for (name, labels), value in of.items():  # labels that this process has not seen
+        for (name, labels), value in of.items():  # label values that this process has not used
             whole.add_sample(name, dict(labels), value)
         return whole

@@ -1,6 +1,6 @@
-"""Prometheus series: fed by the engine's step events and by the life of HTTP requests.
+"""Metrics: all Prometheus metrics of a server, fed by engine step events and by HTTP requests.
 
-Every application has a registry of its own. Gauges are read when they are scraped.
+Every application has a registry of its own. Gauges are read at the time of a scrape.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SECONDS = (
 )  # fmt: skip
 TOKENS = tuple(4.0**power for power in range(12))  # 1 to 4,194,304
 SEQUENCES = tuple(2.0**power for power in range(13))  # 1 to 4,096
-# A small model's step takes tens of microseconds.
+# Finer, because a step of a small model takes tens of microseconds.
 STEP_SECONDS = (0.00001, 0.000025, 0.00005, *SECONDS)
 ROUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0)
 ENDPOINTS = ("generate", "score", "completions", "chat/completions", "states", "states/text")
 GENERATING = ("generate", "completions", "chat/completions")
-MISSES = ("new", "unaligned", "unheld", "short")  # why the prefix cache had nothing
+MISSES = ("new", "unaligned", "unheld", "short")  # reasons of prefix cache misses
 TIERS = ("device", "host", "disk")
-CUTS = ("stalled", "late_head")  # why a connection was cut
+CUTS = ("stalled", "late_head")  # reasons why connections were cut
 
 
 class Metrics:
-    """The series, and what feeds them."""
+    """The metrics of one application, with a method for each event that changes them."""
 
     def __init__(
         self,
@@ -47,10 +47,16 @@ class Metrics:
         engines: Callable[[], Sequence[int | None]] = lambda: [],
         count: int = 1,
     ) -> None:
-        """What the gauges tell is asked of `load`, `restarts` and `engines`: how many requests each
-        holds, None for one that is missing. `count` engines are meant to serve."""
+        """Create the metrics.
+
+        Args:
+            load: Returns the load of all engines, for gauges.
+            restarts: Returns how many engines were restarted.
+            engines: Returns how many requests each engine holds; None for a missing engine.
+            count: Engines that are meant to serve.
+        """
         self.registry = CollectorRegistry()
-        self._all_counts: list[Counts] = []  # that the registry does not have yet
+        self._all_counts: list[Counts] = []  # counts to flush before the registry is read
         self.first_tokens = self._histogram(
             "time_to_first_token_seconds",
             "Time from an HTTP request's arrival to its first token; "
@@ -219,7 +225,7 @@ class Metrics:
             gauge.labels(engine=str(rank)).set_function(partial(_held, engines, rank))
 
     def _begin(self) -> None:
-        """Labels that are known from the start count from zero, so that rates see the first."""
+        """Create all known label values with zero, so that rates include their first event."""
         for endpoint in ENDPOINTS:
             for outcome in OUTCOMES:
                 self._requests.labels(endpoint=endpoint, outcome=outcome)
@@ -235,12 +241,12 @@ class Metrics:
             self._evictions.labels(tier=tier)
 
     def set_limits(self, requests: int, prompt_tokens: int) -> None:
-        """What the queues of all engines hold at most."""
+        """Set the limits of all engines' queues together: requests and their prompt tokens."""
         self._most_waiting.set(requests)
         self._most_waiting_tokens.set(prompt_tokens)
 
     def model_loaded(self, name: str, info: ModelInfo) -> None:
-        """Fills the info metric."""
+        """Set the info metric of the loaded model."""
         self._model.info(
             {
                 "name": name,
@@ -255,7 +261,7 @@ class Metrics:
         )
 
     def on_step(self, events: StepEvents) -> None:
-        """One engine step."""
+        """Count one engine step."""
         stats = events.stats
         if stats.batch_size:
             self._batch.observe(stats.batch_size)
@@ -264,7 +270,7 @@ class Metrics:
             self._prompt_tokens.inc(stats.prefill_tokens)
         if stats.decode_steps:
             self._decode_step.observe_times(stats.decode_seconds, stats.decode_steps)
-        if stats.decode_tokens:  # a prompt's step draws the answer's first one
+        if stats.decode_tokens:  # also without decode steps: a prompt's step samples a first token
             self._answer_tokens.inc(stats.decode_tokens)
         if stats.prefix_queries_tokens:
             self._prefix_queries.inc(stats.prefix_queries_tokens)
@@ -293,12 +299,14 @@ class Metrics:
             self._decode.observe(timing.decode)
 
     def grammar_checked(self, seconds: float) -> None:
-        """A grammar that was not known was compiled, well or not."""
+        """Observe the time to compile a grammar that was not cached, valid or not."""
         self._grammar.observe(seconds)
 
     def gathered(self, finished: Finished, before: float) -> None:
-        """A request whose tokens the engine gathered, `before` seconds after whose arrival the
-        engine had it: nothing else tells of its first token."""
+        """Observe the token times of a request that is not streamed, from the engine's timing.
+
+        `before`: seconds from the HTTP request's arrival until it was submitted to the engine.
+        """
         timing = finished.timing
         if timing.prefill is None or timing.decode is None:
             return
@@ -307,13 +315,17 @@ class Metrics:
             self.gaps.observe(timing.decode / (finished.completion_tokens - 1))
 
     def released(self, since: float, rounds: int) -> None:
-        """The engine has ended a request whose client left at `since`, by time.perf_counter, and
-        has sent so many messages meanwhile."""
+        """Observe how long the engine took to end a request after its client disconnected.
+
+        Args:
+            since: When the client disconnected, in seconds by time.perf_counter.
+            rounds: Messages of the engine since then.
+        """
         self._release_seconds.observe(time.perf_counter() - since)
         self._release_rounds.observe(rounds)
 
     def connection_cut(self, reason: str) -> None:
-        """A connection was cut for one of CUTS."""
+        """Count a connection that was cut; `reason` is one of CUTS."""
         self._cuts.labels(reason=reason).inc()
 
     def http_request(
@@ -325,12 +337,20 @@ class Metrics:
         seconds: float,
         error: str | None = None,
     ) -> None:
-        """An HTTP request has ended. `path` is a route's template or "other"; `outcome` is None
-        for what is no work for the model, `error` the code of the error that answered it."""
+        """Count an HTTP request that has ended.
+
+        Args:
+            method: Its method, or "other".
+            path: The template of its route, or "other".
+            status: The answer's status.
+            outcome: One of OUTCOMES; None for requests that are not inference.
+            seconds: From its arrival until the answer's last byte.
+            error: The code of the error in the answer, if any.
+        """
         self._http_counts.of(method, path, str(status)).value += 1
         if outcome is None:
             return
-        endpoint = path.removeprefix("/v1/")  # "chat/completions" is none of "completions"
+        endpoint = path.removeprefix("/v1/")
         self._request_counts.of(endpoint, outcome).value += 1
         if error is not None:
             self._errors.labels(code=error).inc()
@@ -340,14 +360,14 @@ class Metrics:
             self._end_to_end.observe(seconds)
 
     def snapshot(self) -> Snapshot:
-        """All series as they are just now."""
+        """Return all metrics as they are now."""
         for counts in self._all_counts:
             counts.flush()
         return Snapshot(self.registry)
 
 
 def _held(engines: Callable[[], Sequence[int | None]], rank: int) -> float:
-    held = engines()  # none before a model is loaded
+    held = engines()  # empty before a model is loaded
     return (held[rank] or 0) if held else 0
 
 

@@ -1,11 +1,11 @@
-"""Traces for OpenTelemetry, sent by OTLP over HTTP beside the event loop.
+"""OpenTelemetry traces, exported by OTLP over HTTP on a thread.
 
-One span per HTTP request for the model, with the attribute names of OpenTelemetry's conventions for
-generative AI, and children for the time that its prompts spent waiting, being read and generating.
-No text of a prompt or an answer is in it. The SDK reads the standard OTEL_* variables: where spans
-are sent, with which headers, how many are sampled, the service's name and resource, queue sizes.
+Each inference request over HTTP is one span, with the attribute names of OpenTelemetry's semantic
+conventions for generative AI. Child spans are the time in the queue, in prefill and in decode of
+its engine requests. Spans hold no text of prompts or answers. The SDK reads the standard OTEL_*
+variables: endpoint, headers, sampling, the service's name and resource, queue sizes.
 
-The packages (`pip install 'minserve[otel]'`) are imported by `load` alone.
+Only `load` imports the packages of the extra `otel` (`pip install 'minserve[otel]'`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-CLOSE_SECONDS = 5.0  # for what is left to be sent at the end
+CLOSE_SECONDS = 5.0  # to send the remaining spans at the end
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/generate": "text_completion",
     "/v1/score": "score",
 }
-# Fields of SamplingParams by their names in the conventions. Stop strings are text, so left out.
+# Fields of SamplingParams that are attributes. Stop strings are left out, because they are text.
 PARAMETERS = (
     "max_tokens",
     "temperature",
@@ -46,7 +46,7 @@ PARAMETERS = (
 
 
 class Exporter:
-    """Makes spans of requests that have ended."""
+    """Exports requests that have ended as spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import propagate, trace
@@ -57,7 +57,14 @@ class Exporter:
         self._tracer = provider.get_tracer("minserve")
 
     def take(self, scope: Scope, trace: Trace, came: int, ended: int) -> None:
-        """One request; the parent is what its traceparent header names."""
+        """Export one request; its traceparent header names the parent span.
+
+        Args:
+            scope: Its ASGI scope.
+            trace: What was recorded about it.
+            came: Its arrival, in nanoseconds since 1970.
+            ended: Its end, in nanoseconds since 1970.
+        """
         route = scope["path"]
         operation = OPERATIONS[route]
         headers = {
@@ -90,7 +97,7 @@ class Exporter:
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what is left, for a while at most."""
+        """Send the remaining spans, for at most CLOSE_SECONDS."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
@@ -119,13 +126,13 @@ def _attributes(scope: Scope, trace: Trace) -> Iterator[tuple[str, Any]]:
 
 
 def _parameters(params: SamplingParams) -> Iterator[tuple[str, Any]]:
-    """Of the first of a request's prompts."""
+    """Yield the attributes of sampling parameters; a span has those of its first prompt."""
     for name in PARAMETERS:
         yield f"gen_ai.request.{name}", getattr(params, name)
 
 
 def _parts(sent_at: int, finished: Finished) -> Iterator[tuple[str, int, int]]:
-    """Name, beginning and end of what a request's time in the engine went to."""
+    """Yield name, start and end of each phase of an engine request, in nanoseconds since 1970."""
     timing, start = finished.timing, sent_at
     for name, seconds in (
         ("queue", timing.queue),
@@ -139,8 +146,10 @@ def _parts(sent_at: int, finished: Finished) -> Iterator[tuple[str, int, int]]:
 
 
 def load() -> Exporter:
-    """An exporter that sends as the OTEL_* variables say. Raises ConfigError without the
-    packages, and for variables that it cannot use."""
+    """Return an exporter that is configured by the OTEL_* variables.
+
+    Raises ConfigError if the packages are not installed or the variables cannot be used.
+    """
     try:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -160,7 +169,7 @@ def load() -> Exporter:
 
 
 def span_exporter() -> SpanExporter:
-    """OTLP over HTTP."""
+    """Return the OpenTelemetry SDK's exporter for OTLP over HTTP; tests replace it."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter()

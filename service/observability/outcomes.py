@@ -1,19 +1,19 @@
-"""What came of a request for the model, in a word: the label of `minserve_requests_total`, and a
-field of the access log."""
+"""Outcomes of inference requests: a label of `minserve_requests_total` and a field of the access
+log."""
 
 from __future__ import annotations
 
 from engine.errors import BY_CODE, EngineLoading, ReaderBehind, Refused, TimedOut
 
 OUTCOMES = (
-    "ok",  # also what a generation had when its time was over
-    "invalid",  # the client was wrong
-    "refused",  # not done for now: no room, no model yet, shutting down
-    "cancelled",  # the client left, or did not read what it had asked for
-    "timeout",  # the time that the request was given was over, and a part is no answer
-    "error",  # the server failed; what an engine lost by dying, too
+    "ok",  # includes generations that ended at their timeout with what they had
+    "invalid",  # the request was wrong
+    "refused",  # not served now: queue full, model loading, shutting down
+    "cancelled",  # the client disconnected, or read its stream too slowly
+    "timeout",  # the request timed out, and a partial result is of no use
+    "error",  # the server failed; includes requests that were lost with an engine
 )
-CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
+CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before its answer's end
 
 _BY_ERROR = {
     Refused: "refused",
@@ -30,8 +30,12 @@ _BY_CODE = {
 
 
 def outcome_of(status: int, code: str | None) -> str:
-    """One of OUTCOMES, by an answer's status and the code of the error that it told, if any; of a
-    stream that failed, by the status that the error would have had."""
+    """Return one of OUTCOMES.
+
+    Args:
+        status: The answer's status; for a stream that failed, the status of its error.
+        code: The code of the error in the answer, if any.
+    """
     if status < 400:
         return "ok"
     if code in _BY_CODE:

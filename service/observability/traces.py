@@ -1,5 +1,6 @@
-"""Traces: what is noted of a request for the model while it runs, so that it can be told as a trace
-when it has ended. Nothing is noted unless somebody takes traces (`service.observability.otel`).
+"""Trace and TraceRequests: record an inference request while it runs, to export it at its end.
+
+Used only with tracing on (`service.observability.otel`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from service.http.scope import TRACE
 
 logger = logging.getLogger(__name__)
 
-MOST_TOLD = 32  # engine requests of one HTTP request whose parts are told
+MOST_TOLD = 32  # engine requests of one HTTP request that are recorded in detail
 
 
 class Trace:
-    """One HTTP request's engine requests. Times are nanoseconds since 1970."""
+    """The record of one HTTP request's engine requests. Times are nanoseconds since 1970."""
 
     __slots__ = ("_sent_at", "finish_reasons", "first", "model", "parts", "requests")
 
     def __init__(self) -> None:
         self.model: str | None = None
-        self.requests = 0  # that the engine was given
-        self.first: Request | None = None  # of them
+        self.requests = 0  # engine requests
+        self.first: Request | None = None  # the first engine request
         self.finish_reasons: set[str] = set()
-        self.parts: list[tuple[int, Finished]] = []  # when it was sent, and how it ended
-        self._sent_at: dict[int, int] = {}  # by request id
+        self.parts: list[tuple[int, Finished]] = []  # when each was sent, and how it ended
+        self._sent_at: dict[int, int] = {}  # by engine request id
 
     def sent(self, request: Request) -> None:
-        """A request is on its way to the engine."""
+        """Record an engine request that was submitted now."""
         self.requests += 1
         if self.first is None:
             self.first = request
@@ -41,21 +42,22 @@ class Trace:
             self._sent_at[request.id] = time.time_ns()
 
     def ended(self, finished: Finished) -> None:
-        """The engine has ended a request."""
+        """Record the end of an engine request."""
         self.finish_reasons.add(finished.reason)
         sent_at = self._sent_at.pop(finished.request, None)
         if sent_at is not None:
             self.parts.append((sent_at, finished))
 
 
-# Told of a request that has ended: its scope, its trace, when it came and when it ended.
+# Takes a request that has ended: its scope, its trace, its arrival and its end.
 Take = Callable[[Scope, Trace, int, int], None]
 
 
 class TraceRequests:
-    """Gives what is posted to `paths` a trace, and it to `take` in the end, however that comes."""
+    """ASGI middleware that records POST requests and passes their traces on at their end."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], take: Take) -> None:
+        """`paths`: paths to record. `take`: takes each finished request."""
         self.app = app
         self.paths = paths
         self.take = take
@@ -71,5 +73,5 @@ class TraceRequests:
         finally:
             try:
                 self.take(scope, trace, came, time.time_ns())
-            except Exception:  # a request is not to fail for it
-                logger.exception("a trace could not be taken")
+            except Exception:  # a failed export must not fail the request
+                logger.exception("a trace could not be exported")

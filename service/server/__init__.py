@@ -1,1 +1,1 @@
-"""Sockets, processes, start and exit."""
+"""The server process: sockets, TLS, API processes, signals, start and exit codes."""

@@ -1,5 +1,6 @@
-"""Several API processes of one server: their parent (`Host`), and each of them (`main`), which the
-parent starts as `python -m service.server.api_processes`.
+"""Several API processes of one server: their parent (`Host`) and each of them (`main`).
+
+The parent starts each API process as `python -m service.server.api_processes`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 MODULE = "service.server.api_processes"
-# Beyond `drain_timeout`, for what an API process does after its drain; seconds.
+# Seconds beyond `drain_timeout` that an API process may take to end after its drain.
 LAST_WORDS = 15
 
 
 class Host:
-    """The parent of a server's API processes, which keeps them and the engines running.
+    """The parent of a server's API processes; it keeps them and the engines running.
 
-    Requests and tokens do not pass through it, and it imports nothing of HTTP. `run` is its life.
-    Signals mean what they mean in a server of one process (`service.server.end_signals`).
+    Requests and tokens do not pass through it, and it imports no HTTP code. Signals have the same
+    effect as in a server with one API process (`service.server.end_signals`).
     """
 
     def __init__(
         self, supervisor: Supervisor, settings: Settings, listeners: Sequence[socket.socket]
     ) -> None:
-        """Prepares one API process for each listening socket."""
+        """Prepare one API process for each listening socket; `run` starts them."""
         self._settings = settings
         self._supervisor = supervisor
         self._listeners = listeners
@@ -56,7 +57,7 @@ class Host:
         self._ending = asyncio.Event()
 
     async def run(self) -> EngineError | None:
-        """Returns when all has ended; where that was for want of an engine, why."""
+        """Run the server until it has ended; return the error if it failed, else None."""
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sig, self._on_signal, sig)
@@ -66,9 +67,9 @@ class Host:
         await asyncio.wait({ruling, keeping, ending}, return_when=asyncio.FIRST_COMPLETED)
         failure: EngineError | None = None
         if keeping.done():
-            failure = EngineDead("an API process cannot be kept running")
+            failure = EngineDead("an API process keeps failing and is not restarted any more")
         self._supervisor.hold()
-        for listener in self._listeners:  # who has drained leaves new connections to the others
+        for listener in self._listeners:  # drained processes leave new connections to the others
             listener.close()
         await self._processes.finish(self._settings.drain_timeout + LAST_WORDS)
         if ruling.done():
@@ -91,17 +92,23 @@ class Host:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one API process until its parent ends it; returns the exit code.
+    """Run one API process until its parent ends it; return the exit code.
 
-    `arguments` are the command line's. Settings come on standard input, orders over the pipe;
-    signals are left to the parent.
+    `arguments`: the command line. The process reads its settings from standard input and the
+    supervisor's messages from the pipe. It ignores signals; the parent handles them.
     """
     from service.server.api_server import run_application  # HTTP, which the parent does without
 
-    parser = argparse.ArgumentParser(prog=MODULE, description="One API process.")
-    parser.add_argument("--number", type=int, required=True, help="in log lines")
-    parser.add_argument("--listen", type=int, required=True, help="descriptor of the socket")
-    parser.add_argument("--pipe", type=int, required=True, help="descriptor of the parent's pipe")
+    parser = argparse.ArgumentParser(
+        prog=MODULE, description="Run one API process. Started by `minserve serve` only."
+    )
+    parser.add_argument("--number", type=int, required=True, help="its number in log lines")
+    parser.add_argument(
+        "--listen", type=int, required=True, help="file descriptor of the listening socket"
+    )
+    parser.add_argument(
+        "--pipe", type=int, required=True, help="file descriptor of the parent's pipe"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -115,7 +122,7 @@ def main(arguments: list[str]) -> int:
     engines = remote_supervisor(options.pipe)
     try:
         failure = run_application(engines, settings, listener, signals=False)
-    except ConfigError as error:  # in a file that has changed since the parent read it
+    except ConfigError as error:  # a file has changed since the parent checked it
         logger.error("error: %s", error.message)
         return 2
     return 1 if failure else 0

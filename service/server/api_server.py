@@ -1,8 +1,8 @@
-"""Running the application on its socket until it is told to end.
+"""run_application: runs the application on its socket until it is told to end.
 
-The first word drains: the socket stays open, so that /ready and new requests get their 503, until
-everything in flight has ended or `drain_timeout` is over. A second one ends what is in flight with
-what it has.
+The first signal drains: the socket stays open, and /ready and new requests get 503, until all
+requests in flight have ended or `drain_timeout` is over. A second signal ends the requests in
+flight with what they have.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# After a drain, streams that were cut write their last frames; seconds.
+# Seconds after a drain for streams that were cut to write their last events.
 LAST_FRAMES = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose first signal drains."""
+    """uvicorn's server, which drains at the first signal and watches its connections."""
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, signals: bool = True) -> None:
-        """Without `signals` it is left to others to call `end`."""
+        """`signals`: handle SIGTERM and SIGINT; else the caller calls `end`."""
         super().__init__(config)
         self._lifecycle = lifecycle
         self._signals = EndSignals() if signals else None
@@ -69,16 +69,16 @@ class Server(uvicorn.Server):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Runs in a signal handler, so it only leaves a note for the event loop."""
+        """Handle a signal. This runs in a signal handler, so it only calls the event loop."""
         assert self._loop is not None and self._signals is not None
         self._loop.call_soon_threadsafe(self.end, self._signals.hurries(sig))
 
     def stop(self) -> None:
-        """Ends when the responses under way are written."""
+        """End the server when the responses in progress have been written."""
         self.should_exit = True
 
     def end(self, hurry: bool) -> None:
-        """Drains and stops; said again in a `hurry`, ends everything with what it has."""
+        """Drain and then stop; if called again with `hurry`, end all requests at once."""
         if self._drain is None:
             logger.info("shutting down: finishing what is in flight")
             self._drain = asyncio.create_task(self._drain_and_stop())
@@ -94,8 +94,16 @@ class Server(uvicorn.Server):
 def run_application(
     engines: Engines, settings: Settings, listener: socket.socket, signals: bool = True
 ) -> EngineError | None:
-    """Serves what comes to the socket until a signal, or whoever keeps the engines, ends it.
-    Returns why there was no engine. Raises ConfigError."""
+    """Serve requests on the socket until a signal or the supervisor ends the server.
+
+    Args:
+        engines: The source of engines.
+        settings: The server's settings.
+        listener: The listening socket.
+        signals: Handle SIGTERM and SIGINT.
+
+    Returns: the error if no engine was left, else None. Raises ConfigError.
+    """
     failures: list[EngineError] = []
 
     def on_failure(error: EngineError) -> None:
@@ -121,7 +129,7 @@ def _uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         access_log=settings.log_level == "debug",
         lifespan="on",
         server_header=False,
-        proxy_headers=False,  # FastRouter has to do with them where they matter
+        proxy_headers=False,  # FastRouter handles them
         timeout_graceful_shutdown=LAST_FRAMES,
         timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]  # of call_later
         ssl_certfile=settings.tls_certificate,

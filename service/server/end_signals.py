@@ -1,8 +1,8 @@
-"""Signals that end a server: SIGTERM and SIGINT. The first one drains, a second one of either kind
-does not wait for the rest.
+"""EndSignals: tells whether a SIGTERM or SIGINT drains the server or ends it at once.
 
-A SIGTERM within a second of the first signal is its echo: GNU timeout, for one, signals a process
-and then its group, which it is in. People who press Ctrl-C twice mean it.
+The first signal drains; a second one, of either kind, ends the server at once. But a SIGTERM within
+a second of the first signal is ignored, because some programs send two: GNU timeout signals the
+process and then its group. A second Ctrl-C is always obeyed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ ECHO_SECONDS = 1.0
 
 
 class EndSignals:
-    """Those that have come."""
+    """Remembers when the first signal came."""
 
     def __init__(self) -> None:
         self._first: float | None = None  # when it came, by time.monotonic
 
     def hurries(self, sig: int) -> bool:
-        """Notes that one has come, just now. Whether it says that the server is not to wait."""
+        """Record a signal that came now; return whether the server has to end at once."""
         now = time.monotonic()
         if self._first is None:
             self._first = now

@@ -1,9 +1,9 @@
-"""`serve`: a server from its socket to its exit code.
+"""serve: runs a whole server, from its sockets to its exit code.
 
-SIGTERM and SIGINT drain; a second signal does not wait (`service.server.end_signals`).
+SIGTERM and SIGINT drain; a second signal ends the server at once (`service.server.end_signals`).
 
-One API process is the server's only one beside the engine's; several have a host
-(`service.server.api_processes`), which imports nothing of HTTP.
+With one API process, this process serves HTTP. With several, it is their parent
+(`service.server.api_processes`) and imports no HTTP code. Engines run in processes of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, engine: str | None = None) -> int:
-    """Serves until a signal ends it, by an engine of this factory ("module:function") where one is
-    named. Returns the exit code: 2 when the socket, the checkpoint or
-    the device cannot be used, 1 when the engine died for good, else 0. Raises ConfigError."""
+    """Serve until a signal ends the server.
+
+    `engine`: the factory of the engine ("module:function"), for tests.
+
+    Returns the exit code: 2 if the socket, the checkpoint or the device cannot be used, 1 if the
+    engine died for good, else 0. Raises ConfigError.
+    """
     logging.basicConfig(
         level=settings.log_level.upper(), format="minserve: %(message)s", stream=sys.stderr
     )
@@ -51,7 +55,7 @@ def serve(settings: Settings, engine: str | None = None) -> int:
 
 
 def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.socket]) -> int:
-    """Serves what comes to the sockets. Returns the exit code."""
+    """Serve requests on the sockets; return the exit code."""
     url = address_of(listeners[0], tls=settings.tls_certificate is not None)
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
     _raise_file_limit()
@@ -68,30 +72,35 @@ def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.sock
 
 
 def _check_socket(settings: Settings) -> None:
-    """Raises ConfigError for a unix socket with TLS."""
+    """Raise ConfigError for a Unix socket with TLS; log settings that a Unix socket ignores."""
     if settings.uds is None:
         return
     if settings.tls_certificate is not None:
         raise ConfigError(
             "--uds (MINSERVE_UDS) and --tls-certificate (MINSERVE_TLS_CERTIFICATE) are both given; "
-            "allowed: one; over a unix socket TLS ends at the proxy"
+            "allowed: one of them; with a Unix socket, the proxy in front ends TLS"
         )
     for name in sorted({"host", "port"} & settings.model_fields_set):
-        logger.info("%s is not used: the server listens at a unix socket", PREFIX + name.upper())
+        logger.info("%s is ignored: the server listens on a Unix socket", PREFIX + name.upper())
 
 
 def _check_variables() -> None:
-    """Of the environment: a slip in a name would leave a setting, which may be the keys, at its
-    default. Others have reasons of their own (Kubernetes names services so). Raises ConfigError."""
+    """Raise ConfigError for a MINSERVE_ variable whose name looks misspelled; warn of others.
+
+    A misspelled name would leave a setting at its default, for example the API keys. Other unknown
+    names may have other reasons: Kubernetes makes such variables for services.
+    """
     for name, meant in unknown_variables().items():
         if meant is not None:
-            raise ConfigError(f"{name} is no setting; probably {meant} is meant")
-        logger.warning("%s is no setting of this server: nothing reads it", name)
+            raise ConfigError(f"{name} is not a setting; did you mean {meant}?")
+        logger.warning("%s is not a setting of this server: nothing reads it", name)
 
 
 def _check_for_others(settings: Settings) -> None:
-    """Reads what each API process is going to read, which is too late to tell of a mistake. Raises
-    ConfigError."""
+    """Check keys and traces, which each API process will load, so that mistakes show at start.
+
+    Raises ConfigError.
+    """
     load_keys(settings)
     if settings.traces == "otlp":
         from service.observability import otel
@@ -100,15 +109,17 @@ def _check_for_others(settings: Settings) -> None:
 
 
 def exit_code(failure: EngineError | None) -> int:
-    """Of a server that has ended, for want of an engine where `failure` says why."""
+    """Return the exit code of a server that has ended; `failure`: why no engine was left."""
     if failure is None:
         return 0
     return 2 if isinstance(failure, ConfigError | CheckpointError | DeviceError) else 1
 
 
 def _raise_file_limit() -> None:
-    """Every connection is an open file, and the soft limit is often 1,024. Processes started here
-    have the same one."""
+    """Raise the limit of open files to the hard limit, for this process and those it starts.
+
+    Every connection is an open file, and the soft limit is often 1,024.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,10 +1,10 @@
-"""Listening sockets and their TLS: one socket for each API process, all on one port, or at one
-path (a unix socket).
+"""Listening sockets and TLS: one socket for each API process, on one port or one Unix socket path.
 
-The kernel spreads connections over them evenly (SO_REUSEPORT), where one socket that all accept
-from would give a burst to whoever wakes first. The process that starts the others makes the sockets
-and keeps them open: connections that wait for a process that has died are there for the next one.
-A path has one socket, which all share: who is free takes the next connection.
+On a port the sockets use SO_REUSEPORT, and the kernel spreads connections over them evenly. (With a
+single shared socket, the process that wakes first would take a whole burst.) The parent process
+creates the sockets and keeps them open, so that connections that wait for a process that has died
+are served by its successor. A Unix socket is shared by all processes; a free one takes the next
+connection.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from service.server.unix_socket import UnixListener
 from service.settings import Settings
 
 BACKLOG = 2048
-CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all good
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # for TLS 1.2; all ciphers of TLS 1.3 are good
 
 
 @contextmanager
 def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """A listening socket for each API process; a path is removed at the end. Raises OSError: what
-    is asked for is in use, or not ours."""
+    """Open a listening socket for each API process; at the end remove the Unix socket's path.
+
+    Raises OSError if the address is in use or does not belong to this machine.
+    """
     count = settings.api_workers
     with ExitStack() as stack:
         if settings.uds is None:
@@ -41,11 +43,14 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
 
 
 def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
-    """So many listening sockets. Raises OSError: the port is in use, the host is not ours."""
+    """Return `count` listening sockets on one port; port 0 stands for a free one.
+
+    Raises OSError if the port is in use or the host is not an address of this machine.
+    """
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    # Alone, it finds out whether anybody else is there, who might allow sharing too.
+    # Without SO_REUSEPORT first: it fails if another program listens there with SO_REUSEPORT.
     first = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     if count == 1:
         return [first]
@@ -58,7 +63,7 @@ def listen(host: str, port: int, count: int = 1) -> list[socket.socket]:
 
 
 def address_of(listener: socket.socket, tls: bool) -> str:
-    """Its URL, or unix: and its path."""
+    """Return the URL of a listening socket, or "unix:" and its path."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
@@ -66,10 +71,13 @@ def address_of(listener: socket.socket, tls: bool) -> str:
 
 
 def check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Raises ConfigError for files that cannot serve TLS; None of both is plain HTTP."""
+    """Raise ConfigError for certificate and key files that cannot be used; both None: no TLS."""
     if certificate is None:
         if key is not None:
-            raise ConfigError("--tls-key is given without --tls-certificate; allowed: both")
+            raise ConfigError(
+                "--tls-key is given without --tls-certificate; allowed: both, or the certificate "
+                "alone"
+            )
         return
     for path in filter(None, (certificate, key)):
         try:
@@ -78,7 +86,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # A passphrase would be asked for on the terminal.
+        # Without this, OpenSSL would ask for a passphrase on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         raise ConfigError(

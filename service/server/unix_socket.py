@@ -1,7 +1,7 @@
-"""A unix socket to listen at: a path that only this server's user and group may connect to.
+"""UnixListener: a listening Unix socket that only this server's user and group may connect to.
 
-One that a killed server has left behind is replaced. What else lies at the path stays: a socket at
-which somebody listens, and what is no socket.
+A socket that a killed server has left behind is replaced. Anything else at the path is an error: a
+socket on which another program listens, or another kind of file.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-MOST_BYTES = 107  # of a path that a socket can have
+MOST_BYTES = 107  # of a socket's path (sun_path, without its final zero)
 MODE = 0o660
-PROBE_SECONDS = 1.0  # for a server that is there to take a connection
-START_SECONDS = 5.0  # that another server in the folder may take to get as far
+PROBE_SECONDS = 1.0  # for a listening server to accept a connection
+START_SECONDS = 5.0  # to wait for another server that is starting in the same folder
 
 
 class UnixListener:
-    """A socket that listens at a path until `close`."""
+    """A socket that listens on a path until `close`."""
 
     def __init__(self, path: Path, backlog: int) -> None:
-        """Raises OSError, whose reason says what is in the way."""
+        """Create the socket. Raises OSError, whose reason says what is wrong."""
         name = str(path)
         size = len(os.fsencode(name))
         if size > MOST_BYTES:
@@ -39,7 +39,7 @@ class UnixListener:
             try:
                 listener.bind(name)
                 self._file = _identity(path)
-                os.chmod(path, MODE)  # nobody can connect before it listens
+                os.chmod(path, MODE)  # before it listens, when nobody can connect yet
                 listener.listen(backlog)
             except BaseException:
                 listener.close()
@@ -47,7 +47,7 @@ class UnixListener:
         self.socket = listener
 
     def close(self) -> None:
-        """Closes the socket and removes it from its path, unless another one is there by now."""
+        """Close the socket and remove its path, unless another socket is there by now."""
         self.socket.close()
         with suppress(OSError), _alone(self._path.parent):
             if _identity(self._path) == self._file:
@@ -55,20 +55,22 @@ class UnixListener:
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """What tells a socket from one that is made at its path when it is gone, and which many file
-    systems give the same number. Neither chmod nor chown change it."""
+    """Return what identifies the socket at a path; neither chmod nor chown change it.
+
+    It includes the modification time, because many file systems use an inode number again.
+    """
     found = path.lstat()
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
 def _clear(path: Path) -> None:
-    """Removes a socket at which nobody listens. Raises OSError where something else is there."""
+    """Remove a socket on which nobody listens. Raises OSError if something else is there."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise OSError(errno.EEXIST, "there is a file that is no socket")
+        raise OSError(errno.EEXIST, "there is a file that is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_SECONDS)
         try:
@@ -78,15 +80,17 @@ def _clear(path: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except (BlockingIOError, TimeoutError):  # it has many connections to take
+        except (BlockingIOError, TimeoutError):  # a server listens there, but its backlog is full
             pass
     raise OSError(errno.EADDRINUSE, "another server listens there")
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Of servers that are started at the same moment each sees what the one before has left.
-    Raises OSError: there is no such folder, or another server does not get on."""
+    """Lock a folder, so that servers that start at the same time check its sockets in turn.
+
+    Raises OSError if the folder does not exist or stays locked for START_SECONDS.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -98,7 +102,7 @@ def _alone(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise OSError(errno.EBUSY, f"{folder} is locked by another program") from None
                 time.sleep(0.05)
-            except OSError:  # a file system without locks
+            except OSError:  # the file system has no locks
                 break
         yield
     finally:

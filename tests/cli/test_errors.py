@@ -169,7 +169,7 @@ def test_serve_does_not_start_open_for_a_slip_in_a_name(
 ) -> None:
     monkeypatch.setenv("MINSERVE_API_KEY", "name:key")
     told = refused(capsys, "serve", "--port", "0")
-    assert "MINSERVE_API_KEY is no setting; probably MINSERVE_API_KEYS is meant" in told
+    assert "MINSERVE_API_KEY is not a setting; did you mean MINSERVE_API_KEYS?" in told
 
 
 @pytest.mark.parametrize(
