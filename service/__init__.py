@@ -1,1 +1,2 @@
-"""Text and HTTP: turns what clients send into engine requests, and events into answers."""
+"""The HTTP service and the command line: turns clients' requests into engine requests, and the
+engine's events into answers."""

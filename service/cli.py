@@ -1,7 +1,7 @@
-"""The composition root: `minserve serve | generate | score | train | convert | bench`.
+"""The command line: `minserve serve | generate | score | train | convert | bench`.
 
-The one module that may reach every room. Each command imports what it needs inside, so that
-`--help` is fast and loads no torch. Every expected error ends as one line on stderr and exit
+This module may import every package. Each command imports what it needs in its function, so that
+`--help` is fast and does not load torch. Every expected error ends as one line on stderr and exit
 code 2.
 """
 
@@ -26,7 +26,7 @@ from service.terminal import text as terminal_text
 from service.terminal.serve import serve
 
 app = typer.Typer(
-    help="Serves, trains and converts minGRU and minLSTM language models.",
+    help="Serve, train and convert minGRU and minLSTM language models.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -44,7 +44,7 @@ app.command()(serve)
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help='The text to go on from; "-" reads stdin.')],
+    prompt: Annotated[str, typer.Argument(help='The text to continue; "-" reads stdin.')],
     model: options.Model = EngineConfig.model,
     max_tokens: int = 200,
     temperature: options.Temperature = 1.0,
@@ -64,7 +64,7 @@ def generate(
     deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
-    """Writes what a model says after a prompt, as it comes. Needs no server."""
+    """Continue a prompt and print the text as it is generated. Needs no server."""
     from engine.client.client import EngineClient
     from engine.engine import Engine
     from engine.inline import InlineTransport
@@ -115,7 +115,7 @@ def score(
     deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
-    """Tells how well a model predicts a text, read once from its beginning to its end."""
+    """Measure how well a model predicts a text of any length: perplexity and bits per byte."""
     import torch
 
     from engine.device import resolve_device, resolve_dtype, usable_cpus
@@ -154,7 +154,7 @@ def score(
     loss = carried.finish()
     if loss.tokens == 0:
         raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")
-    scored = read - unscored  # none of it where all that follows one token is the end mark
+    scored = read - unscored  # 0 if only the end-of-text token follows the first token
     figures = {
         "tokens": loss.tokens,
         "nats_per_token": loss.per_token,
@@ -203,10 +203,10 @@ def train(
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Trains a model on a text and writes a folder that `minserve serve --model` loads.
+    """Train a model on a text and write a folder that `minserve serve --model` loads.
 
     The defaults are the paper's recipe for tinyshakespeare. Ctrl-C saves the run; the same
-    command with --resume goes on.
+    command with --resume continues it.
     """
     given = dict(locals())
     import torch
@@ -260,7 +260,9 @@ def train(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A state dict: .safetensors or torch.save.")],
+    source: Annotated[
+        Path, typer.Argument(help="A file with a state dict: .safetensors or torch.save.")
+    ],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
     normalize_gates: options.NormalizeGates = None,
     norm_eps: options.NormEps = None,
@@ -269,7 +271,7 @@ def convert(
     dtype: options.ConvertedDtype = None,
     quantize: options.ConvertedQuantize = None,
 ) -> None:
-    """Makes a checkpoint folder of another project's weights (minGRU-pytorch, minRNNs)."""
+    """Convert another project's weights (minGRU-pytorch, minRNNs) to a checkpoint folder."""
     import shutil
 
     from engine.models.convert import convert as run
@@ -290,7 +292,7 @@ def convert(
         shutil.copyfile(tokenizer, destination / "tokenizer.json")
     try:
         if Tokenizer.load(destination, config.vocab_size) is None:
-            terminal.note("without a tokenizer.json the folder serves token ids only")
+            terminal.note("the folder has no tokenizer.json, so it serves token ids only")
     except EngineError:
         shutil.rmtree(destination)
         raise
@@ -303,20 +305,20 @@ def convert(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def bench(context: typer.Context) -> None:
-    """Puts a running server under load; `minserve bench --help` lists the options."""
+    """Load-test a running server; `minserve bench --help` lists the options."""
     from service.terminal.bench.command import main as run
 
     raise typer.Exit(run(context.args))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Run a command and return its exit code."""
     try:
         code: Any = app(args=arguments, prog_name="minserve", standalone_mode=False)
     except typer.TyperException as usage:
         terminal.error(usage.format_message())
     except (EngineError, terminal_text.TextError, ImportError) as problem:
-        # ImportError: no compiled operators
+        # ImportError: the compiled operators are missing
         terminal.error(str(problem))
     except OSError as problem:
         where = f"{problem.filename}: " if problem.filename else ""

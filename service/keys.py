@@ -1,12 +1,12 @@
-"""API keys: a client shows one, and is known by its name from then on.
+"""API keys: reads keys from settings and files, and finds the key that a client shows.
 
-Each line of a file is `name:key` or `name key`, and may go on with ` priority=N`: the most urgent
-priority that requests with this key may have, 0 where nothing is said. Empty lines and those that
-begin with # say nothing. Several keys may have one name, so that a key can be replaced while the
-old one is still in use: what requests share, they share by name.
+Each line of a key file is `name:key` or `name key`, optionally followed by ` priority=N`, the most
+urgent priority that requests with this key may have (default 0). Empty lines and lines that begin
+with # are ignored. Several keys may have the same name, so that a key can be replaced while the old
+one is still in use; states, the prefix cache and shares of the queue belong to the name.
 
-Keys are held as digests. The digest of what a client shows is compared with all of them, each in
-constant time, so that the time taken tells nothing about any key.
+Keys are kept as SHA-256 digests. The digest of a client's key is compared with all of them, each in
+constant time, so that the time taken reveals nothing about any key.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 ADMIN = "(admin)"  # the admin key's name in logs; no API key can have it
 LEAST_LENGTH = 16  # of a key: 96 bits of base64
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII but the comma
+KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII except the comma
 ALLOWED_KEY = f"{LEAST_LENGTH} to 512 visible ASCII characters without commas"
 LINE = re.compile(r"([^\s:]+)\s*[\s:]\s*(\S+)(?:\s+priority=(-?\d{1,3}))?", re.ASCII)
-RISKY_MODE = 0o027  # others may read, or anybody but the owner may write
-LOOK_SECONDS = 1.0  # between looks at a file that may have changed
+RISKY_MODE = 0o027  # mode bits: others may read, or the group or others may write
+LOOK_SECONDS = 1.0  # between checks whether the file has changed
 
 
 class Key(NamedTuple):
-    """What is known of a key."""
+    """The properties of an API key."""
 
-    name: str  # whose it is
-    least_priority: int = 0  # the most urgent that its requests may have
+    name: str
+    least_priority: int = 0  # the most urgent priority that its requests may have
 
 
 class KeyRing:
-    """Digests of keys, and what is known of each of them."""
+    """A set of keys, as digests with their properties."""
 
     def __init__(self, keys: Mapping[bytes, Key]) -> None:
         self._keys = tuple(keys.items())
 
     def find(self, key: bytes) -> Key | None:
-        """None for a key that is not known."""
+        """Return the properties of a key, or None if it is not in the set."""
         shown, found = sha256(key).digest(), None
         for digest, known in self._keys:
             if hmac.compare_digest(digest, shown):
@@ -60,15 +60,18 @@ class KeyRing:
 
 
 def single_key(key: str, name: str, source: str) -> KeyRing:
-    """A ring of one key. Raises ConfigError, which does not show it."""
+    """Return a ring of one key. Raises ConfigError, which never shows the key."""
     if not KEY.fullmatch(key):
-        raise ConfigError(f"{source} is no key; allowed: {ALLOWED_KEY}")
+        raise ConfigError(f"{source} is not a valid key; allowed: {ALLOWED_KEY}")
     return KeyRing({sha256(key.encode()).digest(): Key(name)})
 
 
 def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, Key]:
-    """What is known of keys by their digests, at least one. Raises ConfigError, which tells the
-    entry of `source` that is wrong, but never shows a key."""
+    """Return the properties of the listed keys by their digests.
+
+    Raises ConfigError if there are none or an entry is wrong. It names the entry of `source`, but
+    never shows a key.
+    """
     keys: dict[bytes, Key] = {}
     for number, line in enumerate(text.split(separator), start=1):
         line = line.strip()
@@ -77,29 +80,36 @@ def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, 
         where = f"{source}, entry {number}"
         match = LINE.fullmatch(line)
         if match is None:
-            raise ConfigError(f"{where}: allowed: name:key, and priority=N after it")
+            raise ConfigError(f"{where}: allowed: name:key, optionally followed by priority=N")
         name, key, priority = match.groups()
         if not NAME.fullmatch(name):
-            raise ConfigError(f"{where}: names have up to 64 letters, digits, and . _ -")
+            raise ConfigError(
+                f"{where}: the name is not valid; allowed: 1 to 64 letters, digits, and . _ -"
+            )
         if not KEY.fullmatch(key):
-            raise ConfigError(f"{where}: the key of {name}; allowed: {ALLOWED_KEY}")
+            raise ConfigError(f"{where}: the key of {name} is not valid; allowed: {ALLOWED_KEY}")
         known = Key(name, int(priority or 0))
         if not LEAST_PRIORITY <= known.least_priority <= MOST_PRIORITY:
             allowed = f"{LEAST_PRIORITY} to {MOST_PRIORITY}"
             raise ConfigError(f"{where}: priority={priority}; allowed: {allowed}")
         if keys.setdefault(sha256(key.encode()).digest(), known) != known:
-            raise ConfigError(f"{where}: the key of {name} stands there already, as another one")
+            raise ConfigError(
+                f"{where}: the key of {name} is listed before, with another name or priority"
+            )
     if not keys:
         raise ConfigError(f"{source} holds no keys")
     return keys
 
 
 def read_secret(path: Path) -> str:
-    """The text of a file, with a warning where others may read it. Raises ConfigError."""
+    """Return the text of a file; log a warning if other users may read or write it.
+
+    Raises ConfigError if it cannot be read.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_mode & RISKY_MODE:
-                logger.warning("warning: %s should be readable by its owner alone", path)
+                logger.warning("warning: %s should be readable by its owner only", path)
             return file.read()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -108,10 +118,13 @@ def read_secret(path: Path) -> str:
 
 
 class ApiKeys:
-    """The keys of the environment and of a file, which is read again when it has changed."""
+    """The API keys of the environment and of a file, which is read again when it changes."""
 
     def __init__(self, listed: str | None, path: Path | None) -> None:
-        """`listed` holds entries separated by commas. Raises ConfigError."""
+        """Read the keys.
+
+        `listed`: entries separated by commas. `path`: the key file. Raises ConfigError.
+        """
         self._fixed = (
             {} if listed is None else parse_keys(listed, "MINSERVE_API_KEYS", separator=",")
         )
@@ -120,12 +133,14 @@ class ApiKeys:
         self._ring = self._read()
 
     def find(self, key: bytes) -> Key | None:
-        """As `KeyRing.find`."""
+        """Return the properties of a key, or None if it is not valid."""
         return self._ring.find(key)
 
     async def watch(self) -> None:
-        """Follows the file until it is cancelled. Keys stay as they are while the file cannot be
-        read, or has a mistake."""
+        """Read the file again whenever it changes, until cancelled.
+
+        The keys stay as they are while the file cannot be read or has a mistake.
+        """
         while self._path is not None:
             await asyncio.sleep(LOOK_SECONDS)
             stamp = await asyncio.to_thread(self._look)
@@ -134,12 +149,12 @@ class ApiKeys:
             self._stamp = stamp
             try:
                 self._ring = await asyncio.to_thread(self._read)
-                logger.info("%s has changed: its keys hold from now on", self._path)
+                logger.info("%s has changed: its keys are valid from now on", self._path)
             except ConfigError as error:
                 logger.error("error: %s; the keys stay as they were", error.message)
 
     def _look(self) -> tuple[int, ...] | None:
-        """What changes when the file does."""
+        """Return a value that changes when the file changes; None if there is no file."""
         if self._path is None:
             return None
         try:
@@ -154,19 +169,27 @@ class ApiKeys:
             source = str(self._path)
             for digest, key in parse_keys(read_secret(self._path), source).items():
                 if keys.setdefault(digest, key) != key:
-                    raise ConfigError(f"{source}: MINSERVE_API_KEYS has the key of {key.name} too")
+                    raise ConfigError(
+                        f"{source}: the key of {key.name} is in MINSERVE_API_KEYS, too, with "
+                        "another name or priority"
+                    )
         return KeyRing(keys)
 
 
 def load_keys(settings: Settings) -> tuple[ApiKeys | None, KeyRing | None]:
-    """The API keys and the admin key that the settings name. Raises ConfigError."""
+    """Load the API keys and the admin key of the settings; None where there are none.
+
+    Raises ConfigError, also if /metrics requires a key that does not exist.
+    """
     listed, file = settings.api_keys, settings.api_keys_file
     keys = None
     if listed is not None or file is not None:
         keys = ApiKeys(None if listed is None else listed.get_secret_value(), file)
     admin = None
     if settings.admin_key is not None and settings.admin_key_file is not None:
-        raise ConfigError("MINSERVE_ADMIN_KEY and --admin-key-file are both given; allowed: one")
+        raise ConfigError(
+            "MINSERVE_ADMIN_KEY and --admin-key-file are both given; allowed: one of them"
+        )
     if settings.admin_key is not None:
         admin = single_key(settings.admin_key.get_secret_value(), ADMIN, "MINSERVE_ADMIN_KEY")
     elif settings.admin_key_file is not None:

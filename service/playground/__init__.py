@@ -1,6 +1,7 @@
-"""The playground's files: one page, its style and its scripts, each with what browsers are told.
+"""The playground's files (a page, its styles and scripts) with their HTTP headers.
 
-They are read once and served as they lie here: nothing is built, nothing comes from elsewhere.
+They are read once and served as they are: there is no build, and nothing is loaded from other
+hosts.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Where the files lie, beside the page itself at /.
+# The path of the files; the page itself is at /.
 FOLDER_PATH = "/playground/"
 
-# Nothing inline, nothing from elsewhere, no frame around it; scripts cannot write markup either.
+# No inline code, nothing from other hosts, no frames; scripts cannot insert markup.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -36,7 +37,7 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {
-    "cache-control": "no-cache",  # asked for again each time; the ETag saves the bytes
+    "cache-control": "no-cache",  # browsers revalidate each time; the ETag saves the transfer
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -47,20 +48,20 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file: its bytes and its headers, the ETag among them."""
+    """A file with its HTTP headers, including the ETag."""
 
     content: bytes
     headers: dict[str, str]
 
     @property
     def etag(self) -> str:
-        """Of its bytes."""
+        """The ETag header, a digest of the file's bytes."""
         return self.headers["etag"]
 
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file of the playground by its name."""
+    """Return every file of the playground by its name."""
     found: dict[str, Asset] = {}
     for entry in files(__name__).iterdir():
         suffix = entry.name[entry.name.rfind(".") :]
@@ -70,11 +71,11 @@ def assets() -> dict[str, Asset]:
 
 
 def paths() -> set[str]:
-    """Every path that belongs to the playground."""
+    """Return every path of the playground."""
     return {"/", *(FOLDER_PATH + name for name in assets() if name != PAGE)}
 
 
 def make_asset(content: bytes, content_type: str) -> Asset:
-    """A file with its headers."""
+    """Return a file with its headers."""
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     return Asset(content, {**HEADERS, "content-type": content_type, "etag": etag})

@@ -1,8 +1,7 @@
-"""The API's reference at /docs: Swagger UI, from a package that brings its files, and a page around
-it.
+"""The API reference at /docs: Swagger UI in a page of our own.
 
-Served like the playground, from here and with its headers: whoever has no other host to ask has the
-whole page.
+The files of Swagger UI come from an installed package. They are served like the playground's, with
+the same headers, so the page works without any other host.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from service import playground
 from service.playground import TYPES, Asset, make_asset
 
 PATH = "/docs"
-# Where the files lie, beside the page itself.
+# The path of the files; the page itself is at PATH.
 FOLDER_PATH = "/docs/"
 PAGE = "index.html"
 OWN = (PAGE, "prepare.js", "main.js")
 ICON = "icon.svg"  # the playground's
 SCRIPT, STYLE = "swagger-ui-bundle.js", "swagger-ui.css"
-BUNDLE = "fastapi_offline", "static"  # the package with these, and their folder in it
-# An image within a style sheet, which the policy does not allow.
+BUNDLE = "fastapi_offline", "static"  # the package with these files, and their folder in it
+# An image embedded in a style sheet, which the content security policy does not allow.
 _EMBEDDED = re.compile(rb"""url\((["']?)data:image/([\w+.-]+)(;[\w;=-]*)?,(.*?)\1\)""")
 _SUFFIXES = {"svg+xml": ".svg", "png": ".png", "jpeg": ".jpg"}
 _TYPES = {**TYPES, ".png": "image/png", ".jpg": "image/jpeg"}
@@ -32,7 +31,7 @@ _TYPES = {**TYPES, ".png": "image/png", ".jpg": "image/jpeg"}
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file of the reference by its name."""
+    """Return every file of the reference by its name."""
     found = {name: _asset(files(__name__).joinpath(name).read_bytes(), name) for name in OWN}
     found[ICON] = playground.assets()[ICON]
     package, folder = BUNDLE
@@ -44,12 +43,12 @@ def assets() -> dict[str, Asset]:
 
 
 def paths() -> set[str]:
-    """Every path that belongs to the reference."""
+    """Return every path of the reference."""
     return {PATH, *(FOLDER_PATH + name for name in assets() if name != PAGE)}
 
 
 def _without_embedded(style: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """A style sheet whose images are files of their own beside it, and these by their names."""
+    """Return a style sheet with its embedded images replaced by links, and the images by name."""
     images: dict[str, bytes] = {}
 
     def take_out(found: re.Match[bytes]) -> bytes:

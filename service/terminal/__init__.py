@@ -1,1 +1,1 @@
-"""The commands that compute by themselves, and what they print."""
+"""The commands of `minserve`: their options, what they do without a server, and their output."""

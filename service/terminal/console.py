@@ -1,7 +1,7 @@
-"""What the commands show on a terminal: errors in one line, progress, Ctrl-C.
+"""Terminal output of the commands: one-line errors, notes, progress; and handling of Ctrl-C.
 
-Messages and progress go to stderr; `write` alone goes to stdout, which holds results. Without a
-terminal (a log file, CI) progress is one plain line now and then.
+Results go to stdout (`write`), messages and progress to stderr. Without a terminal (a log file, CI)
+progress is a plain line every few seconds.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def error(message: str) -> None:
-    """One line on stderr, whatever the message looks like."""
+    """Print an error as a single line on stderr, even if the message has line breaks."""
     print(f"minserve: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def note(message: str) -> None:
-    """One line on stderr."""
+    """Print a line on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
-    """A result's next piece, on stdout at once."""
+    """Write a piece of the result to stdout, and flush it."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 class Progress(Protocol):
-    """How far some work is. `note` is shown beside the bar."""
+    """A display of progress."""
 
-    def to(self, done: float, note: str | None = None) -> None: ...
+    def to(self, done: float, note: str | None = None) -> None:
+        """Show that `done` of the total is done, with a note beside it."""
+        ...
 
 
 class _Lines:
-    """Progress where nobody watches: a line when a note is new, but not too often."""
+    """Progress without a terminal: a line with the newest note, at most every few seconds."""
 
     def __init__(self, label: str, total: float | None) -> None:
         self._label = label
@@ -59,7 +61,7 @@ class _Lines:
 
 @contextmanager
 def progress(label: str, total: float | None, done: int = 0) -> Iterator[Progress]:
-    """A bar up to `total` (None: unknown) on a terminal, plain lines elsewhere."""
+    """Show progress up to `total` (None: unknown): a bar on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield _Lines(label, total)
         return
@@ -88,14 +90,14 @@ def progress(label: str, total: float | None, done: int = 0) -> Iterator[Progres
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed; inside `catch_interrupt` the first one only sets this."""
+    """Tells whether Ctrl-C was pressed within `catch_interrupt`."""
 
     pressed = False
 
 
 @contextmanager
 def catch_interrupt() -> Iterator[Interrupt]:
-    """Lets work end in order after Ctrl-C; a second Ctrl-C interrupts at once."""
+    """Let work end in order after a first Ctrl-C; a second one raises KeyboardInterrupt."""
     interrupt = Interrupt()
 
     def press(_signal: int, _frame: FrameType | None) -> None:
@@ -110,20 +112,19 @@ def catch_interrupt() -> Iterator[Interrupt]:
 
 
 def command_to_resume() -> str:
-    """The command that goes on with what this command, `minserve train ...`, has begun."""
+    """Return the command that resumes the run of this command, `minserve train ...`."""
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     return shlex.join(["minserve", *words, "--resume"])
 
 
 def command_for_others() -> str:
-    """This command as others may repeat it: absolute paths, which are true on this machine only,
-    shrink to their names."""
+    """Return this command for the README of a checkpoint: absolute paths are cut to their names."""
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
     return shlex.join(["minserve", *(re.sub("(^|=)/.*/(?=.)", r"\1", word) for word in words)])
 
 
 def table(figures: Mapping[str, float | None]) -> str:
-    """One line per figure: its name and its value, "-" for none."""
+    """Return figures as lines of text: each one's name and value, "-" for None."""
     shown = {name.replace("_", " "): _figure(value) for name, value in figures.items()}
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())

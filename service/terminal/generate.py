@@ -1,4 +1,4 @@
-"""`minserve generate`: one prompt's text, written as it comes."""
+"""`minserve generate`: generates the text of one prompt and writes it as it comes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ async def generate_text(
     stops: Sequence[str],
     write: Callable[[str], None],
 ) -> None:
-    """Starts the client's engine, writes the answer to `prompt` up to the first of `stops`, and
-    closes the client, also when it is cancelled. Raises EngineError."""
+    """Start the client's engine, write the text after `prompt` up to the first of `stops`, and
+    close the client.
+
+    The client is closed on cancellation, too. Raises EngineError.
+    """
     engines = EngineRouter([client])
     await client.start()
     try:
@@ -47,8 +50,10 @@ async def generate_text(
 
 
 def seed_of(asked: int | None) -> int:
-    """The engine's seed for what was asked for, as the HTTP API takes it; a random one for None.
-    Raises ConfigError."""
+    """Return the engine's seed for a seed as the HTTP API takes it; a random one for None.
+
+    Raises ConfigError for a seed that is out of range.
+    """
     if asked is None:
         return secrets.randbelow(2**63)
     if not -(2**63) <= asked < 2**63:
@@ -59,7 +64,7 @@ def seed_of(asked: int | None) -> int:
 
 
 def top_k_of(asked: int) -> int:
-    """The engine's top_k for what was asked for, as the HTTP API takes it. Raises ConfigError."""
+    """Return the engine's top_k for a top_k as the HTTP API takes it. Raises ConfigError."""
     if not -1 <= asked < 2**31:
         raise ConfigError(
             f"--top-k is {asked}; allowed: 0 or -1 (off) or an integer up to {2**31 - 1}",

@@ -1,4 +1,4 @@
-"""`minserve serve`: its options become settings, and the server runs."""
+"""`minserve serve`: turns its options into settings and runs the server."""
 
 from __future__ import annotations
 
@@ -57,13 +57,14 @@ def serve(
     playground: options.Playground = None,
     cors_origin: options.CorsOrigin = None,
 ) -> None:
-    """Serves a model over HTTP.
+    """Serve a model over HTTP.
 
-    SIGTERM or Ctrl-C finishes what is in flight, for up to --drain-timeout seconds; a second one
-    ends it with what it has (a SIGTERM counts a second after the first).
+    SIGTERM or Ctrl-C lets requests in flight finish, for up to --drain-timeout seconds. A second
+    signal ends them with what they have (a SIGTERM only if a second has passed).
 
-    Environment variables set the same (MINSERVE_PORT for --port; options win), and finer things:
-    MINSERVE_API_KEYS, MINSERVE_ADMIN_KEY, MINSERVE_MAX_N and others, in docker/README.md's table.
+    Every option has an environment variable (MINSERVE_PORT for --port); options win. Further
+    settings are variables only: MINSERVE_API_KEYS, MINSERVE_ADMIN_KEY, MINSERVE_MAX_N and others.
+    The table in docker/README.md lists them all. Defaults are in brackets.
     """
     each = locals().copy()
     given = {name: value for name, value in each.items() if value not in (None, [])}
@@ -78,6 +79,7 @@ def serve(
         raise ConfigError(options.describe(error.errors()[0], each)) from error
     if settings.uds is not None and not (host is None and port is None):
         raise ConfigError(
-            "--host or --port is given beside a unix socket (--uds, MINSERVE_UDS); allowed: either"
+            "--host or --port is given together with a Unix socket (--uds, MINSERVE_UDS); allowed: "
+            "one of them"
         )
     raise Exit(run(settings))

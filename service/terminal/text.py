@@ -1,5 +1,7 @@
-"""Text from files and stdin, in pieces that can be encoded one by one at constant memory, and the
-tokenizers that encode them (imported where they are used, so that `--help` stays fast)."""
+"""Reads texts from files and stdin in pieces, at constant memory, and loads tokenizers.
+
+The tokenizers' libraries are imported in the functions, so that `--help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ PIECE_BYTES = 1 << 18
 
 
 class TextError(ValueError):
-    """A file that is no UTF-8 text."""
+    """A file is not UTF-8 text."""
 
 
 def text_pieces(
     path: Path, last_cut: Callable[[str], int] = len, piece_bytes: int | None = None
 ) -> Iterator[str]:
-    """The text of a file, "-" for stdin, as Pieces of about `piece_bytes` (PIECE_BYTES), which are
-    cut where `last_cut` says. Raises OSError, and TextError where the text is not UTF-8."""
+    """Yield the text of a file in pieces.
+
+    Args:
+        path: The file; "-" is stdin.
+        last_cut: Returns the last place where a text can be cut (see `Pieces`).
+        piece_bytes: About how many bytes a piece has; default: PIECE_BYTES.
+
+    Raises OSError, and TextError if the text is not UTF-8.
+    """
     file: BinaryIO
     piece_bytes = piece_bytes or PIECE_BYTES
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
@@ -46,10 +55,10 @@ def text_pieces(
 
 
 def encode_file(path: Path, library: tokenizers.Tokenizer) -> array[int]:
-    """The token ids of a whole text; special tokens that it spells out are read as such, and none
-    are put around it.
+    """Return the token ids of a file's text, without tokens around it.
 
-    Raises OSError, TextError, ConfigError where it is empty.
+    Special tokens that the text spells out become tokens. Raises OSError, TextError, and
+    ConfigError if the text is empty.
     """
     from service.text.tokenizer import Tokenizer
 
@@ -64,7 +73,7 @@ def encode_file(path: Path, library: tokenizers.Tokenizer) -> array[int]:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Reads a tokenizer.json. Raises OSError, ConfigError."""
+    """Read a tokenizer.json. Raises OSError, and ConfigError if it is not a tokenizer."""
     import tokenizers
 
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -75,10 +84,10 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """A checkpoint's tokenizer. Raises CheckpointError; ConfigError where it has none."""
+    """Load a checkpoint's tokenizer. Raises CheckpointError, and ConfigError if it has none."""
     from service.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder, vocab_size)
     if tokenizer is None:
-        raise ConfigError(f"{folder}: has no tokenizer.json, without which text cannot be read")
+        raise ConfigError(f"{folder} has no tokenizer.json, so it cannot read text")
     return tokenizer

@@ -1,5 +1,7 @@
-"""`minserve train` once its options are read: a run with its progress, and the folder it leaves.
-Imported with torch, after `--help`."""
+"""`minserve train` after its options are read: runs the training and writes the checkpoint folder.
+
+It imports torch, so it is not imported for `--help`.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ from service.terminal import console as terminal
 if TYPE_CHECKING:
     import torch
 
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 500, 0.8  # of the text in the folder's README
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 500, 0.8  # of the sample in the folder's README
 
 
 def check_folder(out: Path) -> None:
-    """Raises ConfigError where a run is there."""
+    """Raise ConfigError if the folder already holds a run."""
     if any((out / name).exists() for name in ("config.json", CURVE_FILE, FILE_NAME)):
         raise ConfigError(f"{out} already holds a run: give --resume, --overwrite or another --out")
 
 
 def begin(trainer: Trainer, out: Path, tokenizer: Tokenizer, *, resume: bool) -> None:
-    """Makes the folder of a new run, or goes on with the one that is there. Raises OSError,
-    ConfigError where there is none."""
+    """Create the folder of a new run, or resume the run in it.
+
+    Raises OSError, and ConfigError if there is no run to resume.
+    """
     if resume:
         trainer.resume()
     else:
@@ -41,8 +45,10 @@ def begin(trainer: Trainer, out: Path, tokenizer: Tokenizer, *, resume: bool) ->
 
 
 def follow(trainer: Trainer, steps: int) -> None:
-    """Trains to the end and tells how it goes. Raises Exit 130 where Ctrl-C ends it before, with
-    the run's state saved."""
+    """Train to the end and show the progress.
+
+    Raises Exit with code 130 after Ctrl-C; the run's state has then been saved.
+    """
     with (
         terminal.progress("training", steps, trainer.step) as progress,
         terminal.catch_interrupt() as interrupt,
@@ -58,7 +64,7 @@ def follow(trainer: Trainer, steps: int) -> None:
         )
     if not finished:
         again = terminal.command_to_resume()
-        terminal.note(f"stopped at step {trainer.step:,}; the state is saved. To go on: {again}")
+        terminal.note(f"stopped at step {trainer.step:,}; the state is saved. To resume: {again}")
         raise Exit(130)
 
 
@@ -71,12 +77,15 @@ def write_results(
     data_name: str,
     seed: int,
 ) -> str:
-    """Writes the checkpoint and its README, with what the model says after the prompt (int64
-    [tokens] on its device); returns how good it is, in a line."""
+    """Write the checkpoint and its README with a sample; return a line with the losses.
+
+    `prompt_ids`: the sample's prompt, int64 [tokens] on the model's device.
+    """
     result = write_checkpoint(trainer)
     if not result.has_picture:
         terminal.note(
-            f"without {CURVE_IMAGE}: matplotlib is not installed; pip install 'minserve[train]'"
+            f"{CURVE_IMAGE} was not written: matplotlib is not installed; "
+            "pip install 'minserve[train]'"
         )
     drawn = sample_ids(
         result.model, prompt_ids, SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=seed

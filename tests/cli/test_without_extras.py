@@ -53,7 +53,7 @@ def test_training_goes_on_without_its_picture(text_file: Path, tmp_path: Path) -
     done = minserve("train", "--data", text_file, "--out", out, *TINY)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "without curve.png: matplotlib is not installed; pip install 'minserve[train]'"
+        "curve.png was not written: matplotlib is not installed; pip install 'minserve[train]'"
     )
     assert (out / "model.safetensors").exists() and not (out / "curve.png").exists()
     assert "curve.png" not in (out / "README.md").read_text()
@@ -63,7 +63,7 @@ def test_a_report_with_plots_is_refused_before_the_run(tmp_path: Path) -> None:
     done = minserve("bench", "--html", tmp_path / "page.html", "--url", "http://127.0.0.1:9")
     assert (done.returncode, done.stderr) == (
         2,
-        "loadtest.http: error: matplotlib is not installed; pip install 'minserve[loadtest]'\n",
+        "minserve bench: error: matplotlib is not installed; pip install 'minserve[loadtest]'\n",
     )
 
 

@@ -1,6 +1,6 @@
-"""`minserve bench`: load on a running server over HTTP, seen as its users see it.
+"""`minserve bench`: load test of a running server over HTTP, from the view of its users.
 
 Requests arrive at times that do not depend on the responses (open loop), unless `--arrivals closed`
-says so, and every latency counts from the time at which its request was meant to be sent: a server
-or a client that falls behind cannot hide it by sending later (coordinated omission).
+is given. Every latency counts from the time at which its request was scheduled, so a slow server or
+client cannot hide a delay by sending later (coordinated omission).
 """

@@ -1,4 +1,4 @@
-"""When requests arrive: seconds from the start, whatever the server does."""
+"""schedule: the arrival times of an open loop, in seconds from the start of the run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,32 @@ def schedule(
     burst: int = 1,
     seed: int = 0,
 ) -> list[float]:
-    """Arrival times, in order, of `count` requests or of all that arrive within `seconds`.
+    """Return the arrival times of requests, ascending, in seconds from the start.
 
-    `rate` requests a second on average: at random and independent of each other (poisson), evenly
-    (constant), `burst` at once evenly (burst), or at a random Poisson pace that grows evenly from
-    `rate` to `rate_to` over `seconds` (ramp). Raises ValueError for what makes no schedule.
+    Args:
+        kind: How requests arrive: poisson (a Poisson process), constant (evenly), burst (`burst` at
+            once, evenly), or ramp (a Poisson process whose rate grows from `rate` to `rate_to`).
+        rate: Mean requests per second.
+        count: Number of requests; or
+        seconds: How long requests arrive. A ramp needs it.
+        rate_to: The rate at the end of a ramp.
+        burst: Requests that arrive at once.
+        seed: Seed of the random times.
+
+    Raises ValueError for arguments that make no schedule.
     """
     if not (rate > 0 and math.isfinite(rate)):
-        raise ValueError(f"a rate of {rate} requests a second: it must be above 0")
+        raise ValueError(f"the rate is {rate} requests per second; allowed: above 0")
     if (count is None) == (seconds is None):
-        raise ValueError("give the number of requests or the seconds, one of them")
+        raise ValueError("allowed: either the number of requests or the seconds")
     if kind == "ramp":
         if seconds is None or rate_to is None or rate_to < 0:
-            raise ValueError("a ramp needs the seconds and the rate at its end")
+            raise ValueError("a ramp needs --seconds and --rate-to, the rate at its end")
         return _ramp(rate, rate_to, seconds, random.Random(seed))
     if kind == "closed":
         raise ValueError("a closed loop has no schedule")
     if burst < 1:
-        raise ValueError(f"bursts of {burst} requests: at least 1")
+        raise ValueError(f"a burst has {burst} requests; allowed: at least 1")
     choice = random.Random(seed)
     size = burst if kind == "burst" else 1
     times: list[float] = []
@@ -48,7 +56,7 @@ def schedule(
 
 
 def _ramp(first: float, last: float, seconds: float, choice: random.Random) -> list[float]:
-    """A Poisson process of the highest rate, thinned."""
+    """Return the times of a Poisson process with a changing rate (by thinning)."""
     highest = max(first, last)
     times: list[float] = []
     now = choice.expovariate(highest)

@@ -1,4 +1,4 @@
-"""One client process: sends its share of the requests on time, and watches whether it can."""
+"""One client process: sends its share of the requests on time, and measures its own lateness."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from service.terminal.bench.responses import Record, StreamedResponse, WholeResp
 
 try:
     from uvloop import new_event_loop
-except ImportError:  # there is none for this system
+except ImportError:  # uvloop does not exist for this system
     from asyncio import new_event_loop  # type: ignore[assignment]
 
-# Of the garbage collector: the oldest objects' turn does not come.
+# Thresholds of the garbage collector with which it never collects the oldest generation.
 YOUNG_GARBAGE_ALONE = (5_000, 10, 1_000_000_000)
-LOOK_SECONDS = 0.01  # between looks at the event loop's own lateness
+LOOK_SECONDS = 0.01  # between measurements of the event loop's lateness
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one process is to do: an open loop at the times `due`, or `closed` users in turns."""
+    """The work of one process: an open loop with the times `due`, or a loop of `closed` users."""
 
     url: str
     asked: RequestOptions
     headers: dict[str, str]
-    timeout: float  # seconds of a request
+    timeout: float  # seconds for one request
     seed: int
-    due: list[float] = field(default_factory=list)
-    most_at_once: int | None = None  # requests; those beyond wait, and their wait counts
-    closed: int = 0  # users that send their next request when the last one has ended
-    count: int | None = None  # requests of a closed loop, unless
-    seconds: float | None = None  # it ends after a time
+    due: list[float] = field(default_factory=list)  # seconds from the start
+    most_at_once: int | None = None  # requests in flight; more wait, and the wait counts
+    closed: int = 0  # users, each of which sends its next request when the last one has ended
+    count: int | None = None  # requests of a closed loop; or
+    seconds: float | None = None  # its length in seconds
 
 
 @dataclass
 class Report:
-    """What one process has seen."""
+    """The results of one process."""
 
     records: list[Record]
-    late: bytes = b""  # packed doubles: how late its loop came round, in seconds
-    busy: float = 0.0  # its share of a core
+    late: bytes = b""  # packed doubles: lateness of its event loop, in seconds
+    busy: float = 0.0  # share of a core that the process used
 
 
 class _Client:
@@ -62,7 +62,7 @@ class _Client:
         return time.monotonic() - self._start
 
     async def send(self, body: bytes, due: float) -> None:
-        """One request, to its record."""
+        """Send one request and record its answer."""
         workload = self._workload
         record = Record(due=due, sent=self.now(), prompts=workload.asked.batch)
         self.records.append(record)
@@ -72,7 +72,7 @@ class _Client:
         connection: Connection | None = None
 
         def take(data: bytes) -> None:
-            # An error's body is JSON, whatever was asked for.
+            # The body of an error is JSON, even if the request asked for a stream.
             (answer if connection is not None and connection.status == 200 else whole).take(data)
 
         try:
@@ -163,8 +163,11 @@ async def _drive(workload: Workload, bodies: RequestBodies, client: _Client) -> 
 
 
 def drive(workload: Workload, start: Callable[[], float]) -> Report:
-    """Carries the workload out; `start` tells, when this process is ready, the time.monotonic at
-    which the run begins. Raises OSError or ValueError for files and addresses of no use."""
+    """Run a workload and return the report.
+
+    `start`: called when this process is ready; returns the time.monotonic at which the run begins.
+    Raises OSError or ValueError for files and addresses that cannot be used.
+    """
     bodies = RequestBodies(workload.asked, workload.seed)
     with _young_garbage_alone():
         client = _Client(workload, start())
@@ -174,8 +177,10 @@ def drive(workload: Workload, start: Callable[[], float]) -> Report:
 
 @contextmanager
 def _young_garbage_alone() -> Iterator[None]:
-    """The collector does not look through all records again and again: that takes a tenth of a
-    second once there are some ten thousand, in which answers wait to be seen."""
+    """Keep the garbage collector from scanning all records again and again.
+
+    With ten thousand records that takes a tenth of a second, and answers wait meanwhile.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""What the command line asks for: one run, a sweep, or two written runs side by side."""
+"""The command `minserve bench`: a single run, a sweep, or a comparison of two saved runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from service.terminal.bench.responses import Record
 from service.terminal.bench.summary import parse_slo, summarize
 from service.terminal.bench.sweep import Probe, highest_rate
 
-# What a report need not tell of its command line.
+# Options that a report does not repeat.
 SILENT = {"api_key", "json", "html", "compare"}
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    """One run. Raises OSError, ValueError, RuntimeError."""
+    """Do one run; return its summary and its records. Raises OSError, ValueError, RuntimeError."""
     reports = run(workload_of(args), args.processes)
     summary = summarize(reports, parse_slo(args.slo) if args.slo else None)
     summary["run"] = {
@@ -35,23 +35,23 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run that was written with --json. Raises OSError, ValueError."""
+    """Read the summary of a run that was written with --json. Raises OSError, ValueError."""
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not {"latency_ms", "client"} <= found.keys():
-        raise ValueError(f"{path} holds no single run; write one with --json")
+        raise ValueError(f"{path} is not the summary of a single run; write one with --json")
     return found
 
 
 def sweep(args: argparse.Namespace) -> int:
-    """Prints the probes and the rate. Exit code 0 where there is one."""
+    """Search the highest rate within the SLO and print it; return exit code 0 if there is one."""
     if not args.slo or args.arrivals == "closed":
-        raise ValueError("a sweep needs --slo, and arrivals that have a rate")
+        raise ValueError("--sweep needs --slo and arrivals with a rate, not --arrivals closed")
     low, colon, high = args.sweep.partition(":")
     if not colon:
-        raise ValueError("--sweep LOW:HIGH")
+        raise ValueError(f"--sweep is {args.sweep!r}; allowed: LOW:HIGH, as in 10:1000")
 
     def probe(rate: float) -> Probe:
         args.rate = rate
@@ -68,7 +68,7 @@ def sweep(args: argparse.Namespace) -> int:
     rows = [[f"{p.rate:.2f}", f"{p.share:.2%}"] for p in sorted(probes, key=lambda p: p.rate)]
     print_table(f"sweep, {args.slo}", ["requests/s", "within the SLO"], rows)
     if best is None:
-        print(f"not even {low} requests/s keep the SLO")
+        print(f"even {low} requests/s do not keep the SLO")
     elif best == most:
         print(f"highest rate within the SLO: at least {best:.2f} requests/s, where the sweep ends")
     else:
@@ -79,13 +79,13 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 when every request was answered 200, else 1; 2 for bad arguments."""
+    """Run the command; return 0 if every request was answered with 200, else 1; 2 for errors."""
     args = parser().parse_args(argv)
     try:
         if args.html and (args.compare or args.sweep):
-            raise ValueError("--html reports a single run; leave it out")
+            raise ValueError("--html is not allowed together with --compare or --sweep")
         if args.html:
-            check_installed("matplotlib")  # before the run, not after it
+            check_installed("matplotlib")  # before the run, so that no run is lost
         if args.compare:
             print_comparison(*map(load, args.compare))
             return 0
@@ -98,6 +98,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.html:
             save_page(args.html, summary, records)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        print(f"loadtest.http: error: {error}", file=sys.stderr)
+        print(f"minserve bench: error: {error}", file=sys.stderr)
         return 2
     return 0 if set(summary["outcomes"]) == {"ok"} else 1

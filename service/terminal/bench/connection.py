@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection of a load test: a request at a time, its answer handed on as it comes.
+"""A minimal HTTP/1.1 client connection for load tests: one request at a time, streamed answers.
 
-A general client costs a hundred times what the server's smallest answers do, and would be measured
-instead of the server.
+A general client needs a hundred times the time of the server's smallest answers; a load test would
+measure the client.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ MOST_HEAD = 2**16  # bytes
 
 
 class BadResponse(Exception):
-    """What came is no HTTP, or ended before its end."""
+    """An answer is not valid HTTP, or the connection was closed before its end."""
 
 
 class Connection(asyncio.Protocol):
-    """`ask` sends a request and returns the status when the whole answer has come."""
+    """A connection to a server; `ask` sends a request and waits for the whole answer."""
 
     def __init__(self) -> None:
         self.open = False
-        self.answered = False  # something of the present answer has come
+        self.answered = False  # whether a part of the current answer has arrived
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._part: Literal["head", "length", "size", "chunk", "trailer", "rest"] = "head"
-        self._left = 0  # bytes of the body or the chunk
-        self.status = 0  # of the present answer, once its head has come
+        self._left = 0  # bytes of the body or the chunk that have not arrived
+        self.status = 0  # of the current answer, once its head has arrived
         self._keeps = True
         self._on_body: Callable[[bytes], None] | None = None
         self._answer: asyncio.Future[int] | None = None
 
     async def ask(self, request: bytes, on_body: Callable[[bytes], None]) -> int:
-        """Raises BadResponse."""
+        """Send a request and return the status when the whole answer has arrived.
+
+        `on_body`: takes each part of the answer's body. Raises BadResponse.
+        """
         assert self._transport is not None and self._answer is None
         self._part, self._keeps, self.answered = "head", True, False
         self.status = 0
@@ -52,7 +55,7 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     def close(self) -> None:
-        """Leaves at once, whatever is under way."""
+        """Abort the connection."""
         self.open = False
         if self._transport is not None:
             self._transport.abort()
@@ -80,7 +83,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _advance(self) -> bool:
-        """Takes one part off the buffer; False where it has not come yet."""
+        """Parse one part of the answer in the buffer; return False if more data is needed."""
         match self._part:
             case "head":
                 return self._head()
@@ -124,12 +127,12 @@ class Connection(asyncio.Protocol):
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > MOST_HEAD:
-                raise BadResponse("the head of the answer does not end")
+                raise BadResponse(f"the answer's head has more than {MOST_HEAD} bytes")
             return False
         first, *lines = bytes(self._buffer[:end]).lower().split(b"\r\n")
         del self._buffer[: end + 4]
         if not first.startswith(b"http/1."):
-            raise BadResponse(f"an answer that begins {first[:40]!r}")
+            raise BadResponse(f"the answer is not HTTP/1.x: it begins with {first[:40]!r}")
         self.status = int(first.split(b" ", 2)[1])
         if self.status < 200:
             return True
@@ -161,12 +164,15 @@ class Connection(asyncio.Protocol):
 
 
 class Server:
-    """Where requests go: an http or https address. Raises ValueError for another."""
+    """The server under test: opens connections to it and renders requests.
+
+    Raises ValueError for a URL that is neither http nor https.
+    """
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http or https address")
+            raise ValueError(f"{url!r} is not an http or https URL")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._base = parts.path.rstrip("/")
@@ -176,7 +182,7 @@ class Server:
         self._lines = "\r\n".join(lines)
 
     async def connect(self) -> Connection:
-        """A new connection. Raises OSError."""
+        """Open a new connection. Raises OSError."""
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         return made
@@ -184,7 +190,7 @@ class Server:
     def request(
         self, path: str, body: bytes, method: str = "POST", content_type: str = "application/json"
     ) -> bytes:
-        """A request as it is sent."""
+        """Return the bytes of a request."""
         head = f"{method} {self._base}{path} HTTP/1.1\r\n{self._lines}\r\n"
         head += f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
         return head.encode() + body

@@ -1,4 +1,4 @@
-"""Packages of the extra `loadtest`: the server and most of `minserve bench` do without them."""
+"""Optional packages of the extra `loadtest`, which only a few options of `minserve bench` need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from importlib.util import find_spec
 
 
 def check_installed(package: str) -> None:
-    """Raises RuntimeError, with the command that installs it, where a package is missing."""
+    """Raise RuntimeError with an install command if a package is not installed."""
     if find_spec(package) is None:
         raise RuntimeError(f"{package} is not installed; pip install 'minserve[loadtest]'")

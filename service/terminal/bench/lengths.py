@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: fixed, uniform or log-normal."""
+"""Distributions of prompt and answer lengths: fixed, uniform or log-normal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Lengths:
-    """`least` to `most`: evenly, or log-normal around `median` where that is given."""
+    """Lengths from `least` to `most`: uniform, or log-normal around `median` if it is given."""
 
     least: int
     most: int
@@ -17,7 +17,7 @@ class Lengths:
     sigma: float = 0.0  # of the logarithm
 
     def draw(self, choice: random.Random) -> int:
-        """A length, at least 1."""
+        """Draw a length, at least 1."""
         if self.median is None:
             return choice.randint(self.least, self.most)
         drawn = round(choice.lognormvariate(math.log(self.median), self.sigma))
@@ -25,7 +25,10 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`64`, `fixed:64`, `uniform:16:512` or `lognormal:MEDIAN:SIGMA:MOST`. Raises ValueError."""
+    """Parse `64`, `fixed:64`, `uniform:16:512` or `lognormal:MEDIAN:SIGMA:MOST`.
+
+    Raises ValueError.
+    """
     kind, *values = text.split(":")
     try:
         if kind.isdigit() and not values:
@@ -46,7 +49,9 @@ def parse_lengths(text: str) -> Lengths:
 
 def _checked(lengths: Lengths) -> Lengths:
     if not 1 <= lengths.least <= lengths.most:
-        raise ValueError(f"need 1 <= {lengths.least} <= {lengths.most}")
+        raise ValueError(
+            f"from {lengths.least} to {lengths.most}; allowed: at least 1, in ascending order"
+        )
     if lengths.median is not None and not (lengths.median > 0 and lengths.sigma >= 0):
-        raise ValueError("the median must be above 0, sigma at least 0")
+        raise ValueError("allowed: a median above 0 and a sigma of at least 0")
     return lengths

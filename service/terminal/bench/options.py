@@ -1,4 +1,4 @@
-"""The command line of the HTTP load test."""
+"""The options of `minserve bench`, and the workload that they describe."""
 
 from __future__ import annotations
 
@@ -17,95 +17,159 @@ LENGTHS = "64, uniform:16:512 or lognormal:MEDIAN:SIGMA:MOST"
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     options = argparse.ArgumentParser(
-        prog="minserve bench", description="Load test of a running server over HTTP."
+        prog="minserve bench", description="Load-test a running server over HTTP."
     )
-    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
-    options.add_argument("--api-key", help="sent as Authorization: Bearer")
-    options.add_argument("--timeout", type=float, default=120.0, help="seconds per request")
+    options.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
+    )
+    options.add_argument("--api-key", help="API key, sent as Authorization: Bearer")
+    options.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds for one request (default: %(default)g)",
+    )
     arrivals = options.add_argument_group("arrivals")
     arrivals.add_argument(
-        "--arrivals", choices=("poisson", "constant", "burst", "ramp", "closed"), default="poisson"
+        "--arrivals",
+        choices=("poisson", "constant", "burst", "ramp", "closed"),
+        default="poisson",
+        help="how requests arrive; closed: each user sends its next request when the last one has "
+        "ended (default: %(default)s)",
     )
-    arrivals.add_argument("--rate", type=float, default=10.0, help="mean requests per second")
-    arrivals.add_argument("--rate-to", type=float, help="of a ramp: the rate at its end")
-    arrivals.add_argument("--burst", type=int, default=16, help="requests that arrive at once")
-    arrivals.add_argument("--requests", type=int, help="how many (default: 200)")
-    arrivals.add_argument("--seconds", type=float, help="how long requests arrive, instead")
+    arrivals.add_argument(
+        "--rate", type=float, default=10.0, help="mean requests per second (default: %(default)g)"
+    )
+    arrivals.add_argument("--rate-to", type=float, help="rate at the end of a ramp")
+    arrivals.add_argument(
+        "--burst",
+        type=int,
+        default=16,
+        help="requests that arrive at once with burst arrivals (default: %(default)s)",
+    )
+    arrivals.add_argument("--requests", type=int, help="number of requests (default: 200)")
+    arrivals.add_argument(
+        "--seconds", type=float, help="how long requests arrive, instead of --requests"
+    )
     arrivals.add_argument(
         "--max-concurrency",
         type=int,
-        help="requests under way at most; with closed arrivals, the users",
+        help="most requests in flight; with closed arrivals, the number of users",
     )
-    arrivals.add_argument("--processes", type=int, default=1, help="client processes")
-    arrivals.add_argument("--seed", type=int, default=0)
+    arrivals.add_argument(
+        "--processes", type=int, default=1, help="client processes (default: %(default)s)"
+    )
+    arrivals.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of arrivals and requests (default: %(default)s)",
+    )
     asked = options.add_argument_group("requests")
-    asked.add_argument("--endpoint", choices=tuple(PATHS), default="generate")
-    asked.add_argument("--no-stream", action="store_true", help="ask for plain answers")
-    asked.add_argument("--batch", type=int, default=1, help="prompts per request")
     asked.add_argument(
-        "--prompt-length", default="uniform:16:512", help=f"characters (or ids): {LENGTHS}"
+        "--endpoint",
+        choices=tuple(PATHS),
+        default="generate",
+        help="endpoint to call (default: %(default)s)",
     )
-    asked.add_argument("--output-length", default="64", help=f"tokens: {LENGTHS}")
-    asked.add_argument("--data", type=Path, help="text file that prompts are cut from")
-    asked.add_argument("--lines", type=Path, help="text file with a prompt on each line")
-    asked.add_argument("--ids", type=int, metavar="N", help="prompts are token ids below N")
-    asked.add_argument("--temperature", type=float, default=0.8)
-    asked.add_argument("--model", help="name the model in every request")
-    asked.add_argument("--body", help="further fields of every body, as a JSON object")
+    asked.add_argument("--no-stream", action="store_true", help="ask for answers without stream")
+    asked.add_argument(
+        "--batch", type=int, default=1, help="prompts per request (default: %(default)s)"
+    )
+    asked.add_argument(
+        "--prompt-length",
+        default="uniform:16:512",
+        help=f"prompt length in characters, with --ids in tokens: {LENGTHS} (default: %(default)s)",
+    )
+    asked.add_argument(
+        "--output-length",
+        default="64",
+        help=f"answer length in tokens: {LENGTHS} (default: %(default)s)",
+    )
+    asked.add_argument("--data", type=Path, help="text file to cut prompts from")
+    asked.add_argument("--lines", type=Path, help="text file with one prompt per line")
+    asked.add_argument("--ids", type=int, metavar="N", help="random token ids below N as prompts")
+    asked.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="sampling temperature (default: %(default)g)",
+    )
+    asked.add_argument("--model", help="model name to send with every request")
+    asked.add_argument("--body", help="further fields of every request, as a JSON object")
     report = options.add_argument_group("report")
-    report.add_argument("--slo", help="what a good request keeps: ttft=200ms,tpot=20ms,e2e=5s")
-    report.add_argument("--json", type=Path, help="also write the figures here")
-    report.add_argument("--html", type=Path, help="also write a report with plots here")
     report.add_argument(
-        "--compare", type=Path, nargs=2, metavar="JSON", help="compare two written runs instead"
+        "--slo", help="latency limits of a good request, as in ttft=200ms,tpot=20ms,e2e=5s"
+    )
+    report.add_argument("--json", type=Path, help="also write the figures to this file")
+    report.add_argument("--html", type=Path, help="also write a report with plots to this file")
+    report.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="JSON",
+        help="compare two runs that were written with --json, and send nothing",
     )
     sweep = options.add_argument_group("sweep")
     sweep.add_argument(
-        "--sweep", metavar="LOW:HIGH", help="find the highest rate within --slo by bisection"
+        "--sweep",
+        metavar="LOW:HIGH",
+        help="find the highest rate that keeps --slo, by bisection between two rates",
     )
-    sweep.add_argument("--sweep-share", type=float, default=0.99, help="that must keep the SLO")
-    sweep.add_argument("--sweep-precision", type=float, default=0.05, help="of the rate found")
+    sweep.add_argument(
+        "--sweep-share",
+        type=float,
+        default=0.99,
+        help="share of the requests that must keep the SLO (default: %(default)g)",
+    )
+    sweep.add_argument(
+        "--sweep-precision",
+        type=float,
+        default=0.05,
+        help="relative precision of the rate (default: %(default)g)",
+    )
     return options
 
 
 def _fields(text: str) -> dict[str, Any]:
-    """The value of --body. Raises ValueError."""
+    """Return the object in --body. Raises ValueError."""
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--body {text!r} is no JSON: {error}") from error
+        raise ValueError(f"--body {text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f'--body {text!r}: it must be an object, as in {{"top_p": 0.9}}')
+        raise ValueError(f'--body {text!r}: allowed: a JSON object, as in {{"top_p": 0.9}}')
     return found
 
 
 def _check_measured(slo: Slo, asked: RequestOptions) -> None:
-    """Raises ValueError for an SLO with a limit of what no answer will tell."""
+    """Raise ValueError for an SLO with a latency that the answers cannot show."""
     streamed = [name for name in slo.limits if name != "e2e"]
     if streamed and not asked.streams:
         raise ValueError(
-            f"--slo {streamed[0]}: only streamed answers tell it, and neither --no-stream nor "
-            "--endpoint score asks for one; allowed with these: e2e"
+            f"--slo {streamed[0]}: only streams show it, and --no-stream and --endpoint score ask "
+            "for none; allowed with these: e2e"
         )
     between = [name for name in streamed if name != "ttft"]
     if between and asked.answer_lengths.most == 1:
         raise ValueError(
-            f"--slo {between[0]}: answers of one token do not tell it; allowed with "
+            f"--slo {between[0]}: answers of one token do not show it; allowed with "
             f"--output-length {asked.answer_lengths.most}: ttft, e2e"
         )
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """All that is to be done, before it is dealt out. Raises ValueError."""
+    """Return the workload of the options, for all processes together. Raises ValueError."""
     if sum(source is not None for source in (args.data, args.lines, args.ids)) > 1:
-        raise ValueError("--data, --lines and --ids exclude each other")
+        raise ValueError("allowed: one of --data, --lines and --ids")
     if args.requests is not None and args.seconds is not None:
-        raise ValueError("--requests and --seconds exclude each other")
+        raise ValueError("allowed: one of --requests and --seconds")
     for name in ("requests", "seconds", "max_concurrency", "ids", "timeout"):
         value = getattr(args, name)
         if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: it must be above 0")
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; allowed: above 0")
     count = 200 if args.requests is None and args.seconds is None else args.requests
     asked = RequestOptions(
         endpoint=args.endpoint,

@@ -1,4 +1,4 @@
-"""The figures of one run, or of two beside each other, on the terminal."""
+"""Prints the figures of one run, or of two runs side by side, on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATES = {
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """One run."""
+    """Print the figures of one run."""
     latencies = summary["latency_ms"]
     if latencies:
         columns = list(next(iter(latencies.values())))
@@ -55,7 +55,7 @@ def _left_out(requests: int) -> str:
 
 
 def print_comparison(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Both runs and the second over the first, for all that both measured."""
+    """Print the figures that both runs have, and the second divided by the first."""
     rows = []
     for name, title in RATES.items():
         rows.append(_row(title, first[name], second[name]))

@@ -1,4 +1,4 @@
-"""The HTML report of a run: one file that needs nothing else, with its plots as SVG."""
+"""The HTML report of a run: a single self-contained file with plots as SVG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.terminal.bench.output import RATES, TITLES
 from service.terminal.bench.responses import Record
 from service.terminal.bench.summary import series
 
-MOST_POINTS = 4000  # of one curve or cloud
+MOST_POINTS = 4000  # of one curve or point cloud
 STYLE = (
     "body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .8em;text-align:right;"
@@ -23,7 +23,7 @@ STYLE = (
 
 
 def save_page(path: Path, summary: dict[str, Any], records: Sequence[Record]) -> None:
-    """Writes the report. Raises OSError."""
+    """Write the report of a run. Raises OSError."""
     latencies = summary["latency_ms"]
     columns = list(next(iter(latencies.values()), {}))
     lines = [
@@ -116,6 +116,6 @@ def _plots(records: Sequence[Record], seconds: float) -> str:
 
 
 def _thinned(count: int) -> list[int]:
-    """At most MOST_POINTS places among `count`, the last one always."""
+    """Return about MOST_POINTS evenly spaced indices below `count`, always with the last one."""
     step = max(1, count // MOST_POINTS)
     return sorted({*range(0, count, step), *([count - 1] if count else [])})

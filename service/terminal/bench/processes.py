@@ -1,4 +1,4 @@
-"""Several client processes, each with a share of the requests, begun at one moment."""
+"""Runs a workload on several client processes that start at the same moment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 
 from service.terminal.bench.client import Report, Workload, drive
 
-HEAD_START = 0.05  # seconds from the last process's readiness until the run begins
+HEAD_START = 0.05  # seconds between the last process's readiness and the start of the run
 
 
 def split(whole: Workload, processes: int) -> list[Workload]:
-    """`whole` dealt out: arrivals in turn, users and the most at once as evenly as can be."""
+    """Return the shares of a workload: arrivals in turn, users and limits as evenly as possible."""
     if processes == 1:
         return [whole]
 
@@ -38,11 +38,15 @@ def split(whole: Workload, processes: int) -> list[Workload]:
 
 
 def run(whole: Workload, processes: int) -> list[Report]:
-    """The reports of all processes. Raises ValueError, OSError, and RuntimeError where a process
-    ends without a report."""
+    """Run a workload and return the reports of all processes.
+
+    Raises ValueError, OSError, and RuntimeError if a process ends without a report.
+    """
     limits = [number for number in (whole.closed or None, whole.most_at_once) if number]
     if processes < 1 or any(processes > limit for limit in limits):
-        raise ValueError(f"{processes} client processes: at least 1, at most one per user")
+        raise ValueError(
+            f"--processes is {processes}; allowed: at least 1, and at most --max-concurrency"
+        )
     if processes == 1:
         return [drive(whole, time.monotonic)]
     context = multiprocessing.get_context("spawn")
@@ -57,7 +61,7 @@ def run(whole: Workload, processes: int) -> list[Report]:
             pipes.append(ours)
             started.append(process)
         for pipe in pipes:
-            _take(pipe)  # it is ready
+            _take(pipe)  # wait until the process is ready
         begin = time.monotonic() + HEAD_START
         for pipe in pipes:
             pipe.send(begin)

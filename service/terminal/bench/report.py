@@ -1,4 +1,4 @@
-"""How a measurement is reported: its environment, percentiles, a table, JSON."""
+"""Helpers to report measurements: environment, percentiles, tables, JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 
 
 def environment() -> dict[str, Any]:
-    """The device and the versions that a figure depends on; imports torch only if it is there."""
+    """Return the machine, the device and the package versions that figures depend on."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -43,7 +43,7 @@ def _version(package: str) -> str | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile; NaN without values, since no figure is honest there."""
+    """Return the nearest-rank percentile of values; NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -52,28 +52,28 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The 50th percentile by nearest rank."""
+    """Return the 50th percentile by nearest rank."""
     return percentile(values, 50)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """One table on the terminal, plain when it is not one."""
+    """Print a table on stdout."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Wider than a narrow terminal or a pipe, if need be: figures are not folded and not cut.
+    # Wider than a narrow terminal or a pipe if need be, so that figures are neither folded nor cut.
     console = Console(width=max(Console().width, 400))
     console.print(table)
 
 
 def print_environment() -> None:
-    """The environment on one line."""
+    """Print the environment on one line."""
     print(", ".join(f"{key} {value}" for key, value in environment().items()))
 
 
 def save_json(path: Path | None, data: dict[str, Any]) -> None:
-    """Writes the figures with their environment; nothing without a path."""
+    """Write figures and environment to a JSON file; do nothing without a path."""
     if path is not None:
         path.write_text(json.dumps({"environment": environment(), **data}, indent=2) + "\n")

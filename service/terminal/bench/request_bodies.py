@@ -1,4 +1,4 @@
-"""Bodies of requests, drawn from a seed."""
+"""RequestBodies: the random request bodies of a load test."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ PATHS: dict[Endpoint, str] = {
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What the requests of a workload ask for."""
+    """The options of a workload's requests."""
 
     prompt_lengths: Lengths  # characters, or token ids
     answer_lengths: Lengths  # tokens
     endpoint: Endpoint = "generate"
     stream: bool = True
     batch: int = 1  # prompts of one request
-    text: Path | None = None  # that prompts are cut from
-    lines: Path | None = None  # that holds a prompt a line, instead
-    vocabulary: int | None = None  # prompts are this many different token ids, instead
+    text: Path | None = None  # a text file to cut prompts from; or
+    lines: Path | None = None  # a text file with one prompt per line; or
+    vocabulary: int | None = None  # prompts are token ids below this number
     temperature: float = 0.8
     model: str | None = None
     extra: dict[str, Any] | None = None  # further fields of the body
 
     @property
     def streams(self) -> bool:
+        """Whether the requests ask for streams."""
         return self.stream and self.endpoint != "score"
 
 
 class RequestBodies:
-    """An endless supply of bodies; the same for the same seed. Raises OSError, ValueError."""
+    """An endless sequence of request bodies, the same for the same seed."""
 
     def __init__(self, asked: RequestOptions, seed: int) -> None:
+        """Raises OSError and ValueError for a file of prompts that cannot be used."""
         if asked.batch < 1:
-            raise ValueError(f"{asked.batch} prompts a request: at least 1")
+            raise ValueError(f"--batch is {asked.batch}; allowed: at least 1")
         self._asked = asked
         self._random = random.Random(seed)
         self._prompt = self._source(asked)
@@ -60,13 +62,13 @@ class RequestBodies:
         if asked.lines is not None:
             lines = [line for line in asked.lines.read_text(encoding="utf-8").splitlines() if line]
             if not lines:
-                raise ValueError(f"{asked.lines} has no line")
+                raise ValueError(f"{asked.lines} has no lines")
             return lambda: choice.choice(lines)
         text = Text(asked.text)
         return lambda: text.cut(lengths.draw(choice), choice)
 
     def draw(self) -> bytes:
-        """The next body."""
+        """Return the next body."""
         asked = self._asked
         prompts = [self._prompt() for _ in range(asked.batch)]
         body: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a request was answered, and when: records of single requests, from bodies as they come."""
+"""Records of single requests, and the parsers of answers that fill them in."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ import msgspec
 
 
 class Record(msgspec.Struct, array_like=True):
-    """One request as its client saw it; times in seconds from the start of the run."""
+    """One request as its client saw it. Times are seconds from the start of the run."""
 
-    due: float  # when it was meant to be sent; latencies count from here
+    due: float  # when it was scheduled; latencies count from here
     sent: float
     end: float = 0.0
-    first: float | None = None  # its first token; of a streamed answer
+    first: float | None = None  # arrival of the first token of a stream
     outcome: str = "ok"
     prompts: int = 1
     tokens: int = 0  # generated, or scored
     gaps: bytes = b""  # packed doubles: seconds between the events of one prompt's answer
     per_token: bytes = b""  # packed doubles: mean seconds per token after the first, by prompt
-    message: str = ""  # what the server said was wrong
+    message: str = ""  # the server's error message
 
     @property
     def ok(self) -> bool:
+        """Whether the request was answered without an error."""
         return self.outcome == "ok"
 
     @property
     def ttft(self) -> float | None:
+        """Time to first token in seconds; None for answers that are not streamed."""
         return None if self.first is None else self.first - self.due
 
     @property
     def e2e(self) -> float:
+        """End-to-end latency in seconds."""
         return self.end - self.due
 
 
 def unpack(packed: bytes) -> array[float]:
+    """Return the values of packed doubles."""
     values = array("d")
     values.frombytes(packed)
     return values
@@ -52,7 +56,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Frame(msgspec.Struct):
-    """The parts of an event, of /v1/generate or of OpenAI's endpoints, that tell tokens."""
+    """The fields of an event that hold tokens, of /v1/generate and of OpenAI's endpoints."""
 
     index: int = 0
     token_ids: list[int] | None = None
@@ -76,22 +80,27 @@ _decode_error = msgspec.json.Decoder(_Error).decode
 
 
 class StreamedResponse:
-    """Server-sent events: when each prompt's tokens came. `take` is called with the body's parts;
-    whoever calls `take` late reads a late time, so that the run watches its own lateness."""
+    """Parses server-sent events and records when each prompt's tokens arrived.
+
+    Tokens get the time at which `take` is called, so a late client measures late times; the run
+    therefore measures the client's lateness, too.
+    """
 
     def __init__(self, start: float) -> None:
+        """`start`: the time.monotonic at which the run began."""
         self._start = start
-        self._open = b""  # of an event whose end has not come
+        self._open = b""  # the beginning of an event that is not complete
         self._began: dict[int, float] = {}  # by prompt
         self._latest: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
-        self._total: int | None = None  # as the server counts; a token may have no text
+        self._total: int | None = None  # tokens by the server's count; some may have no text
         self._gaps = array("d")
         self._done = False
         self._failed = False
         self._garbled = False
 
     def take(self, data: bytes) -> None:
+        """Take a part of the body that arrived now."""
         now = time.monotonic() - self._start
         *events, self._open = (self._open + data).split(b"\n\n")
         for event in events:
@@ -123,7 +132,7 @@ class StreamedResponse:
         self._tokens[index] = self._tokens.get(index, 0) + tokens
 
     def close(self, record: Record) -> None:
-        """Fills in what has come; the outcome, too, unless it is already known to be bad."""
+        """Fill in the record; its outcome only if it is "ok" so far."""
         record.first = min(self._began.values(), default=None)
         record.tokens = sum(self._tokens.values()) if self._total is None else self._total
         record.gaps = self._gaps.tobytes()
@@ -144,15 +153,17 @@ class StreamedResponse:
 
 
 class WholeResponse:
-    """A plain JSON answer: what it counts."""
+    """Parses an answer that is not streamed and counts its tokens."""
 
     def __init__(self) -> None:
         self._body = b""
 
     def take(self, data: bytes) -> None:
+        """Take a part of the body."""
         self._body += data
 
     def close(self, record: Record) -> None:
+        """Fill in the record; its outcome only if it is "ok" so far."""
         if not record.ok:
             return
         try:
@@ -167,7 +178,7 @@ class WholeResponse:
             record.outcome = "answer not understood"
 
     def error(self, status: int) -> tuple[str, str]:
-        """`429 queue_full`, the status and the code of the error, and its message."""
+        """Return the outcome of an error, such as `429 queue_full`, and its message."""
         try:
             detail = _decode_error(self._body).error
         except msgspec.MsgspecError:

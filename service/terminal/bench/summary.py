@@ -1,4 +1,4 @@
-"""The figures of a run: latencies, rates, goodput, errors, and whether the client kept up."""
+"""summarize: the figures of a run: latencies, rates, goodput, errors, and the client's own load."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from service.terminal.bench.responses import Record, unpack
 PERCENTS = (50, 90, 99, 99.9)
 SERIES = {"ttft": "time to first token", "tpot": "time per output token after the first",
           "itl": "between events of one answer", "e2e": "end to end"}  # fmt: skip
-LATE_SECONDS = 0.005  # a client whose loop is later than this at p99 measures itself
-BUSY = 0.8  # so does one that uses more of a core
+LATE_SECONDS = 0.005  # lateness of the client's loop at p99 above which it is the bottleneck
+BUSY = 0.8  # share of a core above which a client process is the bottleneck
 SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits in seconds that a good request keeps, by series; `itl` is one's own 99th
-    percentile."""
+    """The latency limits of a good request, in seconds, by series.
+
+    For `itl` the request's own 99th percentile counts.
+    """
 
     limits: dict[str, float]
 
     def keeps(self, record: Record) -> bool | None:
-        """Whether the request was answered, and as quickly as it should be; None where that cannot
-        be said: an answer of one token, say, has no time between its tokens."""
+        """Whether a request was answered within the limits.
+
+        None if that is not measurable: an answer of one token, for example, has no time between
+        tokens.
+        """
         if not record.ok:
             return False
         measured = True
@@ -52,28 +57,28 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft=200ms,itl=30ms,e2e=5s`. Raises ValueError."""
+    """Parse limits such as `ttft=200ms,itl=30ms,e2e=5s`. Raises ValueError."""
     limits = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         unit = value.lstrip("0123456789.")
         if name not in SERIES or unit not in SECONDS_OF:
             raise ValueError(
-                f"{part!r} is no limit; allowed: {', '.join(SERIES)}, as in ttft=200ms,e2e=5s"
+                f"{part!r} is not a limit; allowed: {', '.join(SERIES)}, as in ttft=200ms,e2e=5s"
             )
         limits[name] = float(value.removesuffix(unit)) * SECONDS_OF[unit]
     return Slo(limits)
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles in milliseconds."""
+    """Return mean and percentiles of values in seconds, in milliseconds."""
     ordered = sorted(values)
     found = {"mean": 1000 * sum(ordered) / len(ordered)}
     return found | {f"p{p:g}": 1000 * percentile(ordered, p) for p in PERCENTS}
 
 
 def series(records: Iterable[Record]) -> dict[str, array[float]]:
-    """Every latency of the requests that were answered, in seconds."""
+    """Return all latencies of the answered requests, in seconds, by series."""
     found = {name: array("d") for name in SERIES}
     for record in records:
         if record.ok:
@@ -86,7 +91,10 @@ def series(records: Iterable[Record]) -> dict[str, array[float]]:
 
 
 def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, Any]:
-    """Raises ValueError for a run without a request."""
+    """Return the figures of a run, from the reports of all its processes.
+
+    Raises ValueError for a run without a request.
+    """
     records = sorted(
         (record for report in reports for record in report.records), key=lambda record: record.due
     )
@@ -121,7 +129,7 @@ def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, An
 
 
 def _messages(records: Sequence[Record]) -> dict[str, str]:
-    """The first that came with each kind of error."""
+    """Return the first message of each kind of error."""
     found: dict[str, str] = {}
     for record in records:
         if record.message:
@@ -130,14 +138,14 @@ def _messages(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _client(reports: Sequence[Report], records: Sequence[Record]) -> dict[str, Any]:
-    """How well the client did its own part; `bottleneck` says why its figures are its own."""
+    """Return how busy and how late the client was; `bottleneck` lists what limited the run."""
     late = percentile([value for report in reports for value in unpack(report.late)] or [0.0], 99)
     sent_late = percentile([record.sent - record.due for record in records], 99)
     busiest = max(report.busy for report in reports)
     reasons = []
     if late > LATE_SECONDS:
-        busy = "" if busiest > BUSY else ", others took its processor"
-        reasons.append(f"its event loop came round {1000 * late:.1f} ms late at p99{busy}")
+        busy = "" if busiest > BUSY else ", because other processes used its core"
+        reasons.append(f"its event loop was {1000 * late:.1f} ms late at p99{busy}")
     if busiest > BUSY:
         reasons.append(f"a client process used {busiest:.0%} of a core")
     return {

@@ -1,4 +1,4 @@
-"""The highest rate of arrivals at which a server keeps its SLO, by bisection."""
+"""highest_rate: finds the highest rate of arrivals at which a server keeps an SLO, by bisection."""
 
 from __future__ import annotations
 
@@ -8,25 +8,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Probe:
-    """One run at one rate."""
+    """The result of a run at one rate."""
 
     rate: float
     share: float  # of its requests that kept the SLO
-    client_limited: bool = False
+    client_limited: bool = False  # whether the client was the bottleneck
 
 
 def highest_rate(
     low: float, high: float, measure: Callable[[float], Probe], *, share: float, precision: float
 ) -> tuple[float | None, list[Probe]]:
-    """The highest rate within `low` to `high` at which `share` of the requests keep the SLO, to
-    `precision` of itself, and the probes on the way; None where not even `low` does. `high` itself
-    says only that the rate is at least so high. A probe that
-    the client itself limited counts as missed: what it measured is not the server.
+    """Find the highest rate from `low` to `high` at which requests keep the SLO.
 
-    Raises ValueError for limits that are none.
+    Args:
+        low: The lowest rate to try.
+        high: The highest rate to try.
+        measure: Does a run at a rate.
+        share: Share of the requests that must keep the SLO.
+        precision: Relative precision of the rate.
+
+    Returns: the rate, and all probes. The rate is None if `low` does not keep the SLO; if it is
+    `high`, the highest rate may be higher. A probe that was limited by the client counts as failed,
+    because it did not measure the server.
+
+    Raises ValueError for arguments that are out of range.
     """
     if not (0 < low < high and 0 < share <= 1 and 0 < precision < 1):
-        raise ValueError(f"a sweep from {low} to {high}: need 0 < low < high")
+        raise ValueError(
+            f"a sweep from {low} to {high}; allowed: 0 < LOW < HIGH, a share above 0 and up to 1, "
+            "and a precision between 0 and 1"
+        )
     probes = [measure(low)]
 
     def good(probe: Probe) -> bool:

@@ -225,7 +225,7 @@ async def test_samples_of_one_key_share_their_prompt_with_no_other(byte_folder: 
     [
         ({"metrics_access": "key"}, "metrics-access"),
         ({"metrics_access": "admin", "api_keys": KEYS}, "metrics-access"),
-        ({"admin_key": "short"}, "MINSERVE_ADMIN_KEY is no key"),
+        ({"admin_key": "short"}, "MINSERVE_ADMIN_KEY is not a valid key"),
         ({"admin_key": ADMIN, "admin_key_file": "x"}, "both"),
         ({"admin_key_file": "/no/such/file"}, "/no/such/file cannot be read"),
         ({"api_keys": "alice"}, "MINSERVE_API_KEYS, entry 1"),

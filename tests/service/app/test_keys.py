@@ -54,13 +54,13 @@ def test_keys_have_priorities(tmp_path: Path) -> None:
         (f"a:{ALICE} priority=", "entry 1"),
         (f"a:{ALICE} priority=1.5", "entry 1"),
         (f"a:{ALICE} priority=101", "entry 1: priority=101; allowed: -100 to 100"),
-        (f"a:{ALICE}\na:{ALICE} priority=3", "entry 2: the key of a stands there already"),
+        (f"a:{ALICE}\na:{ALICE} priority=3", "entry 2: the key of a is listed before"),
         ("a:tooshort", "16 to 512"),
         (f"a:{'x' * 513}", "16 to 512"),
         (f"a:{ALICE}é", "16 to 512"),
-        (f"a/b:{ALICE}", "names have"),
-        (f"{'n' * 65}:{ALICE}", "names have"),
-        (f"a:{ALICE}\nb:{ALICE}", "entry 2: the key of b stands there already"),
+        (f"a/b:{ALICE}", "the name is not valid"),
+        (f"{'n' * 65}:{ALICE}", "the name is not valid"),
+        (f"a:{ALICE}\nb:{ALICE}", "entry 2: the key of b is listed before"),
     ],
 )
 def test_mistakes_are_told_without_the_key(text: str, says: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_file_that_others_may_read_is_warned_of(
     mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ApiKeys(None, write(tmp_path / "keys", f"a:{ALICE}", mode))
-    assert ("readable by its owner alone" in caplog.text) == warned
+    assert ("readable by its owner only" in caplog.text) == warned
 
 
 async def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(

@@ -74,7 +74,10 @@ def test_a_key_leaves_room_for_others() -> None:
     engine.queue("a", 4)
     places.reserve(2, "a")
     error = refusal(places, owner="a")
-    assert isinstance(error, ShareFull) and "6 requests of this key are waiting already" in error.message
+    assert (
+        isinstance(error, ShareFull)
+        and "6 requests of this key are waiting already" in error.message
+    )
     places.check(1, "b")
     refusal(places, 2, owner="b")
     places.reserve(1, "b")
@@ -111,7 +114,9 @@ def test_the_queue_is_bounded_in_prompt_tokens() -> None:
     engine.queue(tokens=600)
     places.reserve(2, "")
     places.check_tokens(400, 2, "")
-    with pytest.raises(QueueFull, match="600 prompt tokens are waiting already, and there is no room"):
+    with pytest.raises(
+        QueueFull, match="600 prompt tokens are waiting already, and there is no room"
+    ):
         places.check_tokens(401, 2, "")
     places.release(2, "")
     engine.queue(tokens=400)
