@@ -1,2 +1,1 @@
-"""The HTTP service and the command line: turns clients' requests into engine requests, and the
-engine's events into answers."""
+"""The HTTP service and the command line, on top of the package `engine`."""

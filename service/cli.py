@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from engine.config import CellName, DtypeName, EngineConfig
+from engine.config import DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.training.recipe import Precision, Recipe, Schedule
 from service.terminal import console as terminal
@@ -46,7 +46,7 @@ app.command()(serve)
 def generate(
     prompt: Annotated[str, typer.Argument(help='The text to continue; "-" reads stdin.')],
     model: options.Model = EngineConfig.model,
-    max_tokens: int = 200,
+    max_tokens: options.GeneratedTokens = 200,
     temperature: options.Temperature = 1.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -168,31 +168,35 @@ def score(
 def train(
     data: options.Data,
     out: options.Out,
-    cell: CellName = "mingru",
-    layers: int = 3,
-    d_model: int = 384,
+    cell: options.Cell = "mingru",
+    layers: options.Layers = 3,
+    d_model: options.Width = 384,
     expansion: options.Expansion = 2.0,
     conv_kernel: options.ConvKernel = 4,
     mlp_ratio: options.MlpRatio = 4.0,
     tie_embeddings: options.TieEmbeddings = False,
     learned_initial_state: options.LearnedInitialState = False,
-    steps: int = Recipe.steps,
+    steps: options.Steps = Recipe.steps,
     batch: options.Batch = Recipe.batch,
     window: options.Window = Recipe.window,
-    learning_rate: float = Recipe.learning_rate,
-    schedule: Annotated[Schedule, typer.Option(help="After the warm-up.")] = Recipe.schedule,
+    learning_rate: options.LearningRate = Recipe.learning_rate,
+    schedule: Annotated[
+        Schedule, typer.Option(help="How the learning rate changes after the warm-up.")
+    ] = Recipe.schedule,
     warmup: options.Warmup = Recipe.warmup,
     final_learning_rate: options.FinalLearningRate = Recipe.final_learning_rate,
-    beta1: float = Recipe.beta1,
-    beta2: float = Recipe.beta2,
+    beta1: options.Beta = Recipe.beta1,
+    beta2: options.Beta = Recipe.beta2,
     weight_decay: options.WeightDecay = Recipe.weight_decay,
     clip: options.Clip = Recipe.clip,
-    dropout: float = Recipe.dropout,
+    dropout: options.Dropout = Recipe.dropout,
     ema: options.Ema = Recipe.ema,
     evaluate_every: options.EverySteps = Recipe.evaluate_every,
     save_every: options.EverySteps = Recipe.save_every,
-    seed: int = Recipe.seed,
-    precision: Annotated[Precision, typer.Option(help="Of products on a GPU.")] = Recipe.precision,
+    seed: options.TrainingSeed = Recipe.seed,
+    precision: Annotated[
+        Precision, typer.Option(help="Precision of matrix products on a GPU.")
+    ] = Recipe.precision,
     dtype: options.WrittenDtype = Recipe.dtype,
     tokenizer: options.TrainingTokenizer = None,
     end_of_text: options.EndOfText = "<|endoftext|>",

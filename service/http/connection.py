@@ -303,8 +303,10 @@ class OldConnection(Connection):
 
 
 def _chunk(data: bytes) -> bytes:
-    """Return data as one chunk of the chunked coding; b"" for no data, as an empty chunk ends a
-    body."""
+    """Return data as one chunk of the chunked coding.
+
+    Returns b"" for no data, because an empty chunk would end the body.
+    """
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 

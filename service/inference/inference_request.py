@@ -331,7 +331,7 @@ class InferenceRequest:
         self.abort()
 
     def write_through(self, renders: Sequence[RenderTokens], writer: Writer) -> None:
-        """From now on render and write plain tokens as they arrive, without `next_arrivals`.
+        """Render and write plain tokens as they arrive from now on, without `next_arrivals`.
 
         `renders`: one function for each engine request. `next_arrivals` still returns tokens that
         arrive together with anything else, and those for which the function returns None.

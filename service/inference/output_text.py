@@ -341,8 +341,7 @@ class OutputText:
         return self._decoder is not None and self._decoder.holds
 
     def _text_of_one(self, token: int) -> tuple[str, int]:
-        """Return the text that a token adds, and how many of its characters belong to earlier
-        tokens."""
+        """Return the text that a token adds, and the characters in it of earlier tokens."""
         held = self._holds
         text = self._text_of((token,))
         return text, self._decoder.late if held and self._decoder is not None else 0

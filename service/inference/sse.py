@@ -166,7 +166,7 @@ class EventSource:
             self._inference.awaits_reader = False
 
     def write_through(self, writer: Writer) -> None:
-        """From now on write plain tokens as they arrive, without calls of `next`."""
+        """Write plain tokens as they arrive from now on, without calls of `next`."""
         self._inference.write_through(self._renders, writer)
 
 

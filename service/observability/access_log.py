@@ -96,8 +96,10 @@ class LineWriter:
     """
 
     def __init__(self, descriptor: int, shared: bool = False) -> None:
-        """`shared`: other processes write to the descriptor, too. Writes then have at most PIPE_BUF
-        bytes, which are atomic on a pipe, so that no line is torn."""
+        """`shared`: other processes write to the descriptor, too.
+
+        Writes then have at most PIPE_BUF bytes, which are atomic on a pipe: no line is torn.
+        """
         self._descriptor = descriptor
         self._most_bytes = select.PIPE_BUF if shared else MOST_AT_ONCE
         self._lines: deque[bytes] = deque()

@@ -1,5 +1,4 @@
-"""Outcomes of inference requests: a label of `minserve_requests_total` and a field of the access
-log."""
+"""Outcomes of inference requests, for `minserve_requests_total` and the access log."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ export class KeyDialog {
       event.preventDefault();
       const key = this._value.value.trim();
       if (!/^[\x21-\x7e]+$/.test(key)) {
-        this._value.setCustomValidity("A key has letters, digits and signs, and no blanks.");
+        this._value.setCustomValidity("A key consists of letters, digits and symbols, without spaces.");
         this._value.reportValidity();
         return;
       }

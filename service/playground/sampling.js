@@ -10,7 +10,7 @@ const SLIDERS = [
 const NUMBERS = [
   { name: "top_k", label: "Top k", value: 0, min: 0, step: 1, off: 0, help: "0 is off" },
   { name: "max_tokens", label: "Max tokens", value: 400, min: 1, step: 1 },
-  { name: "seed", label: "Seed", value: "", step: 1, help: "empty is any" },
+  { name: "seed", label: "Seed", value: "", step: 1, help: "empty is random" },
 ];
 const PENALTIES = [
   { name: "repetition_penalty", label: "Repetition", value: 1, min: 0.01, max: 100, step: 0.05, off: 1, help: "1 is off" },

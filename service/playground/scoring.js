@@ -84,7 +84,7 @@ export class Scoring {
     byId("totals").hidden = false;
     const note = byId("score-note");
     note.hidden = !this.text.overfull;
-    note.textContent = `The first ${whole(this.text.units.length)} tokens have colours.`;
+    note.textContent = `Only the first ${whole(this.text.units.length)} tokens are coloured.`;
     say(`Scored: perplexity ${totals.perplexity}, ${totals.bits} bits per byte.`);
   }
 }

@@ -11,7 +11,7 @@ const SURE_MS = 4000; // in which a second press deletes
 /** Shows in `host` the text that stands before what is written, as far as the page knows it. */
 export function showBefore(host, state) {
   host.hidden = state === null;
-  host.textContent = state ? state.text ?? `After ${state.id}, whose text this page does not know.` : "";
+  host.textContent = state ? state.text ?? `After ${state.id}. This page does not know its text.` : "";
   host.classList.toggle("unknown", state !== null && state.text === null);
 }
 
@@ -50,14 +50,14 @@ export class Tree {
   render() {
     const focused = document.activeElement?.dataset?.state;
     if (this.chosen !== null && !this.state) {
-      say("The state that you were at is gone.");
+      say("The chosen state no longer exists.");
       this.chosen = null;
       this.onChoose(null);
     }
     const root = element("li", {}, this._chip(null), ...this._branch(null));
     this._host.replaceChildren(element("ul", { class: "tree" }, root));
     if (this.states.more) {
-      this._host.append(element("p", { class: "note" }, `The first ${whole(this.states.all.length)} are shown.`));
+      this._host.append(element("p", { class: "note" }, `Only the first ${whole(this.states.all.length)} states are shown.`));
     }
     if (focused !== undefined) this._find(focused)?.focus();
     this._renderCard();
@@ -114,7 +114,7 @@ export class Tree {
       this._figures,
       element(
         "div", { class: "row" },
-        button("Go on from here", () => this.onGoOn(), { class: "main" }), this._deleteButton(state),
+        button("Continue from here", () => this.onGoOn(), { class: "main" }), this._deleteButton(state),
       ),
       element("label", { for: "fork-name" }, "A copy of this state"),
       element("div", { class: "row" }, name, button("Fork", fork)),
@@ -129,12 +129,12 @@ export class Tree {
   _facts(state) {
     const facts = [
       ["id", element("code", {}, state.id)],
-      ["stands after", `${whole(state.tokens)} token${state.tokens === 1 ? "" : "s"}`],
+      ["has read", `${whole(state.tokens)} token${state.tokens === 1 ? "" : "s"}`],
       ["size", bytes(state.bytes)],
-      ["lies on", state.tier ?? "–"],
+      ["kept on", state.tier ?? "–"],
       ["expires", state.expires ? `${until(state.expires)}, unless used` : "–"],
     ];
-    if (state.busy) facts.push(["busy", "a request will take its place"]);
+    if (state.busy) facts.push(["busy", "a running request will replace it"]);
     this._figures.replaceChildren(...facts.map(
       ([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)),
     ));

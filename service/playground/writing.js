@@ -7,7 +7,7 @@ import { Notice } from "./notice.js";
 import { GrowingText, tokensOf } from "./text.js";
 import { showBefore } from "./tree.js";
 
-const BEGINNING = "Write a beginning. “ROMEO:” will do.";
+const BEGINNING = "Write the beginning of a text, for example “ROMEO:”.";
 const ENDS = {
   stop: "end of text or stop string", length: "max tokens", timeout: "the server's time limit",
 };
@@ -47,7 +47,7 @@ export class Writing {
     if (state?.text?.endsWith(written)) this.prompt.value = "";
     this._empty();
     showBefore(byId("write-before"), state);
-    this.prompt.placeholder = state === null ? BEGINNING : "Write on, or let the model.";
+    this.prompt.placeholder = state === null ? BEGINNING : "Write more, or let the model continue.";
   }
 
   async generate() {
@@ -107,7 +107,7 @@ export class Writing {
       const text = this.prompt.value + this.answer.text;
       await states.save(text, tree.state?.id ?? null, model());
       say("Saved as a state.");
-      this._remark("Saved: its chip is in the tree. Choose it to go on from here, as often as you like.");
+      this._remark("Saved. Choose the state in the tree to continue from here, as often as you like.");
     } catch (error) {
       this._refused(error, () => this.save());
     } finally {
@@ -119,10 +119,10 @@ export class Writing {
     const text = this.prompt.value + this.answer.text;
     try {
       await navigator.clipboard.writeText(text);
-      this._remark("Copied, the prompt too.");
+      this._remark("Copied, with the prompt.");
       say("Copied.");
     } catch {
-      this._remark("The browser allows no copying here: it wants HTTPS.");
+      this._remark("The browser does not allow copying here: it requires HTTPS.");
     }
   }
 
@@ -156,7 +156,7 @@ export class Writing {
     this._show();
     if (this.answer.units.length) this.parts.onTokens();
     if (this.answer.overfull) {
-      this._remark(`The first ${whole(this.answer.units.length)} tokens have colours.`);
+      this._remark(`Only the first ${whole(this.answer.units.length)} tokens are coloured.`);
     }
     const stopped = pace.end === "you" ? "Stopped" : "Ended";
     if (pace.end !== "an error") say(`${stopped} after ${whole(pace.tokens)} tokens.`);

@@ -31,10 +31,13 @@ logger = logging.getLogger(__name__)
 async def reload(
     body: Annotated[ReloadRequest, Body(openapi_examples=EXAMPLES)], request: Request
 ) -> Response:
-    """Load a model next to the one that is served. When it is ready, new requests go to it, and the
-    old one ends after its last request in flight. If the new model cannot be loaded, the old one
-    keeps serving. The answer comes when the reload has ended; the reload goes on if the client
-    disconnects before."""
+    """Load another model, or the same one again, without dropping a request.
+
+    The model is loaded next to the one that is served. When it is ready, new requests go to it, and
+    the old one ends after its last request in flight. If the new model cannot be loaded, the old
+    one keeps serving. The answer comes when the reload has ended; the reload goes on if the client
+    disconnects before.
+    """
     lifecycle = get_lifecycle(request)
     begun = time.monotonic()
     try:

@@ -181,8 +181,7 @@ async def _tasks(
 
 
 def _with_ends(params: SamplingParams, info: ModelInfo) -> tuple[SamplingParams, frozenset[int]]:
-    """Return parameters with which the engine delivers the sampled token even if it ends the text,
-    and the tokens that end the text.
+    """Return parameters that deliver even a token that ends the text, and the tokens that end it.
 
     Clients that score a prompt by its echo rely on exactly one token after it: lm-eval cuts off the
     last entry of the arrays.

@@ -44,8 +44,11 @@ async def generate(
     inference: Annotated[InferenceRequest, Depends(get_inference)],
     check: Annotated[RequestCheck, Depends(get_grammars)],
 ) -> Response:
-    """Continue a batch of prompts. With `stream` the answer is server-sent events, each with the
-    `index` of its prompt; the last event of a prompt has its `finish_reason` and `usage`."""
+    """Continue a batch of prompts, each with its own parameters.
+
+    With `stream` the answer is server-sent events, each with the `index` of its prompt; the last
+    event of a prompt has its `finish_reason` and `usage`.
+    """
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
     inference.reserve(len(body.prompts))

@@ -56,8 +56,7 @@ class OpenAIView(ABC):
         return event({**self._head, "choices": [], "usage": total_usage(outputs, self._draws)})
 
     def template(self, index: int) -> Template | None:
-        """Return a template of a choice's further events, or None if they differ in more than
-        their text."""
+        """Return a template of a choice's further events; None if they differ beyond their text."""
         if self._parts is None or self._ids or self._options.continuous_usage_stats:
             return None
         if not self._is_plain(index):

@@ -61,8 +61,11 @@ async def create(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     inference: CurrentFlight,
 ) -> Response:
-    """Read a prompt and keep the state after it. With `state` the prompt continues that state. The
-    new state is kept under `id`, where it replaces what was there, or under a new id."""
+    """Read a prompt and keep the state after it.
+
+    With `state` the prompt continues that state. The new state is kept under `id`, where it
+    replaces what was there, or under a new id.
+    """
     check_model(body.model, runtime.model_name, runtime.info)
     inference.reserve(1)
     timeout = read_timeout(body.timeout, runtime.settings)
@@ -119,10 +122,12 @@ async def create_of_text(
     runtime: Annotated[Runtime, Depends(get_runtime)],
     inference: CurrentFlight,
 ) -> Response:
-    """Read a long text, the request's body, into a kept state. The body is UTF-8 text of up to
-    `max_text_bytes`, read piece by piece while it arrives; other content types (forms, JSON) and
-    charsets are answered with 415. A state that was kept under `id` before stays until the whole
-    text has been read."""
+    """Read a long text, which is the request's body, into a kept state.
+
+    The body is UTF-8 text of up to `max_text_bytes`. It is read piece by piece while it arrives.
+    Other content types (forms, JSON) and charsets are answered with 415. A state that was kept
+    under `id` before stays until the whole text has been read.
+    """
     request.check_type(TEXT_TYPES)
     priority = read_priority(query.priority, inference.least_priority)
     body = Upload(request.scope, request.receive, runtime.settings.max_body_bytes)
@@ -138,8 +143,10 @@ async def import_state(
     query: Annotated[StateQuery, Query()],
     inference: CurrentFlight,
 ) -> Response:
-    """Keep a state that was downloaded. The body is the file; 400 if it is not a state of this
-    model."""
+    """Keep a state that was downloaded.
+
+    The body is the file; 400 if it is not a state of this model.
+    """
     reply = await inference.ask_state(
         "import", content=content, target=query.id or "", ttl=query.ttl
     )
@@ -148,8 +155,10 @@ async def import_state(
 
 @router.get("/v1/states", responses=statuses(StateList))
 async def list_states(query: Annotated[ListQuery, Query()], inference: CurrentFlight) -> Response:
-    """List the states of the API key's name in the order of their ids, a page at a time. Listing
-    does not count as a use: it does not extend a state's lifetime."""
+    """List the states of the API key's name in the order of their ids, a page at a time.
+
+    Listing does not count as a use: it does not extend a state's lifetime.
+    """
     reply = await inference.ask_state("list", id=query.after or "", limit=query.limit)
     ids = [info.id for info in reply.states]
     return JSONResponse(
@@ -182,8 +191,10 @@ async def fork_state(
     inference: CurrentFlight,
     body: Annotated[ForkRequest, Body()] = ForkRequest(),  # noqa: B008
 ) -> Response:
-    """Keep the same state under another id, independent of the first one. It costs no computation
-    and no memory for the state itself."""
+    """Keep the same state under another id, independent of the first one.
+
+    It costs no computation and no memory for the state itself.
+    """
     return _one(await inference.ask_state("fork", id=id, target=body.id or "", ttl=body.ttl))
 
 

@@ -1,5 +1,4 @@
-"""Wire types that several endpoints share: the strict base model, prompts, sampling parameters,
-token usage and errors."""
+"""Wire types that several endpoints share: base model, prompts, sampling, usage, errors."""
 
 from __future__ import annotations
 
@@ -166,8 +165,10 @@ def _one_or_each(value: Any) -> str:
 
 
 def _one_or_each_list(value: Any) -> str:
-    """Return the tag for a parameter that is itself a list: a list with a list or null inside
-    holds one value per prompt."""
+    """Return the tag for a parameter that is itself a list.
+
+    A list with a list or null inside holds one value per prompt.
+    """
     listed = isinstance(value, list) and any(item is None or type(item) is list for item in value)
     return "<each>" if listed else "<one>"
 

@@ -20,8 +20,10 @@ from service.schemas.states import LeftState, ReturnState, SessionId, StateSourc
 
 
 def _one_or_many(value: Any) -> str | None:
-    """Return the tag of a `prompt`: a list of strings or of lists is several prompts, a list of
-    token ids is one."""
+    """Return the tag of a `prompt`, one or many.
+
+    A list of strings or of lists is several prompts; a list of token ids is one.
+    """
     if isinstance(value, str):
         return "<one>"
     if isinstance(value, list):

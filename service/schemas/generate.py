@@ -47,8 +47,11 @@ from service.schemas.structured import ResponseFormat, StructuredOutputs
 
 
 class GenerateRequest(RequestModel):
-    """Prompts to continue. A parameter is one value for all prompts, or a list with one value per
-    prompt; for `stop`, `stop_token_ids` and `cache_points` that is a list of lists."""
+    """Prompts to continue, and their parameters.
+
+    A parameter is one value for all prompts, or a list with one value per prompt; for `stop`,
+    `stop_token_ids` and `cache_points` that is a list of lists.
+    """
 
     prompts: Many[Prompt] = Field(min_length=1)
     model: str | None = None

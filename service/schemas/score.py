@@ -1,5 +1,4 @@
-"""Request and answer of POST /v1/score: log-probabilities of texts, or of continuations of
-contexts."""
+"""Request and answer of POST /v1/score: log-probabilities of texts or continuations."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class ScoreItem(RequestModel):
 
 
 class ScoreRequest(RequestModel):
-    """Texts to score, or contexts with continuations to score: exactly one of `texts` and
-    `items`."""
+    """Texts to score, or contexts with continuations: exactly one of `texts` and `items`."""
 
     texts: Many[Prompt] | None = Field(
         default=None, min_length=1, description="Texts to score, each from its second token on."
@@ -69,8 +67,10 @@ class ScoreRequest(RequestModel):
 
 
 class TextScore(BaseModel):
-    """The score of one text, with natural logarithms. The first token's log-probability is null,
-    unless the text continues a state."""
+    """The score of one text, with natural logarithms.
+
+    The first token's log-probability is null, unless the text continues a state.
+    """
 
     index: int = Field(description="Index of the text.")
     token_ids: list[int] = []

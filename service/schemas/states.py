@@ -1,5 +1,4 @@
-"""Wire types of kept states: the /v1/states endpoints, and the fields with which other requests
-start from a state or keep one."""
+"""Wire types of kept states: the /v1/states endpoints, and the state fields of other requests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Wire types of structured output: OpenAI's response_format and vLLM's structured_outputs (JSON
-schemas, regular expressions, choices and grammars)."""
+"""Wire types of structured output: OpenAI's response_format and vLLM's structured_outputs."""
 
 from __future__ import annotations
 

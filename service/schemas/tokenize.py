@@ -12,8 +12,10 @@ from service.schemas.common import Many, RequestModel, TokenId
 
 
 class TokenizeRequest(TemplateFields):
-    """A text or a conversation: exactly one of `prompt` and `messages`. The fields of the chat
-    template are allowed with `messages` only."""
+    """A text or a conversation: exactly one of `prompt` and `messages`.
+
+    The fields of the chat template are allowed with `messages` only.
+    """
 
     model: str | None = Field(
         default=None, description="The model's name. Default: the model that is served."

@@ -23,10 +23,9 @@ async def generate_text(
     stops: Sequence[str],
     write: Callable[[str], None],
 ) -> None:
-    """Start the client's engine, write the text after `prompt` up to the first of `stops`, and
-    close the client.
+    """Write the text that the model generates after `prompt`, up to the first of `stops`.
 
-    The client is closed on cancellation, too. Raises EngineError.
+    Starts the client's engine and closes the client, on cancellation, too. Raises EngineError.
     """
     engines = EngineRouter([client])
     await client.start()

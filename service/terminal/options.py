@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from engine.config import DtypeName, Quantization
+from engine.config import CellName, DtypeName, Quantization
 
 
 def _print_version(wanted: bool) -> None:
@@ -250,6 +250,7 @@ CorsOrigin = Annotated[
 ]
 
 # generate
+GeneratedTokens = Annotated[int, Option(help="Most tokens to generate.")]
 Temperature = Annotated[
     float, Option(help="Sampling temperature; 0 = greedy: always the most likely token.")
 ]
@@ -284,6 +285,9 @@ Data = Annotated[Path, Option(help="UTF-8 text to train on; its last tenth is th
 Out = Annotated[
     Path, Option(help="Folder for the checkpoint, and for the run's state until it is finished.")
 ]
+Cell = Annotated[CellName, Option(help="The recurrent cell.")]
+Layers = Annotated[int, Option(help="Number of layers.")]
+Width = Annotated[int, Option(help="Width of the model.")]
 Expansion = Annotated[
     float, Option(help="Inner width of the recurrence, as a multiple of d-model.")
 ]
@@ -297,11 +301,16 @@ TieEmbeddings = Annotated[
 LearnedInitialState = Annotated[
     bool, Option("--learned-initial-state", help="Train the initial state h_0; else it is 0.")
 ]
+Steps = Annotated[int, Option(help="Steps of the whole run.")]
 Batch = Annotated[int, Option(help="Windows per step.")]
 Window = Annotated[int, Option(help="Tokens per window.")]
+LearningRate = Annotated[float, Option(help="Learning rate after the warm-up.")]
 Warmup = Annotated[int, Option(help="Steps in which the learning rate rises from 0.")]
 FinalLearningRate = Annotated[float, Option(help="Learning rate at the end of the cosine.")]
+Beta = Annotated[float, Option(help="Parameter of AdamW.")]
 WeightDecay = Annotated[float, Option(help="Weight decay of the matrices.")]
+Dropout = Annotated[float, Option(help="Share of activations that are dropped; 0 = off.")]
+TrainingSeed = Annotated[int, Option(help="Seed of the weights, the windows and the sample.")]
 Clip = Annotated[float, Option(help="Largest norm of the gradient; 0 = no clipping.")]
 Ema = Annotated[
     float,

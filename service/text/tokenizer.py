@@ -365,8 +365,7 @@ class Tokenizer:
         return (), ()
 
     def _pure_bytes(self, layout: dict[str, Any]) -> list[int] | None:
-        """Return the token of each byte if the tokenizer maps bytes to tokens one by one, else
-        None."""
+        """Return the token of each byte if the tokenizer maps bytes to tokens; else None."""
         model, pre = layout["model"], layout["pre_tokenizer"] or {}
         if not (
             layout["normalizer"] is None

@@ -59,7 +59,7 @@ def test_going_on_from_a_saved_state_is_as_one_text(page: Any, server: Server) -
     card = page.inner_text("#state-card")
     assert id in card and f"{state['tokens']} tokens" in card and "22.5 KiB" in card
     assert "in 23 hours" in card
-    page.click("text=Go on from here")
+    page.click("text=Continue from here")
     assert page.evaluate("document.activeElement.id") == "prompt"
     with page.expect_request("**/v1/generate") as asked:
         page.keyboard.press("Control+Enter")

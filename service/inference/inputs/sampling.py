@@ -46,8 +46,7 @@ def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
 
 
 def check_same_most(most: int | None, completion: int | None) -> None:
-    """Raise ApiError 400 if max_tokens and max_completion_tokens, two names of the same parameter,
-    differ."""
+    """Raise ApiError 400 if max_tokens and max_completion_tokens, its other name, differ."""
     if None not in (most, completion) and most != completion:
         raise invalid("max_tokens", f"allowed: null or max_completion_tokens ({completion})")
 

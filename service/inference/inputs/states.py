@@ -54,7 +54,7 @@ class StateUse:
 
     @property
     def company(self) -> tuple[str, str]:
-        """Identifies prompts that can share prefixes: the same source state and cache salt."""
+        """The source state and cache salt; prompts with the same ones can share prefixes."""
         return self.source, self.cache_salt
 
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class RequestBodies:
     """An endless sequence of request bodies, the same for the same seed."""
 
     def __init__(self, asked: RequestOptions, seed: int) -> None:
-        """Raises OSError and ValueError for a file of prompts that cannot be used."""
+        """Load the prompts. Raises OSError and ValueError for a file that cannot be used."""
         if asked.batch < 1:
             raise ValueError(f"--batch is {asked.batch}; allowed: at least 1")
         self._asked = asked
