@@ -111,7 +111,7 @@ ReturnState = Annotated[
     ),
     Field(
         description="id or true: keep the state at the answer's end and return its id. snapshot: "
-        "return the state in base64 and keep nothing."
+        "return the state in base64; it is kept only under a session_id, or an id that is given."
     ),
 ]
 
