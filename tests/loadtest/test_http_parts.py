@@ -149,7 +149,7 @@ def test_a_client_that_is_late_or_busy_says_so() -> None:
     late = Report(records, late=array("d", [0.02] * 10).tobytes(), busy=0.95)
     assert len(summarize([late])["client"]["bottleneck"]) == 2
     disturbed = Report(records, late=array("d", [0.02] * 10).tobytes(), busy=0.1)
-    assert "others" in summarize([disturbed])["client"]["bottleneck"][0]
+    assert "other processes" in summarize([disturbed])["client"]["bottleneck"][0]
 
 
 def test_the_sweep_finds_the_highest_rate() -> None:

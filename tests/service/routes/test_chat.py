@@ -106,7 +106,7 @@ async def test_variables_of_the_template(tmp_path: Path) -> None:
     [
         (r"{{ raise_exception('no \ud800') }}", "no "),
         (r"{{ '\ud800' }}", "surrogate"),
-        ("{{ raise_exception(messages[0].content * 9999) }}", "l..."),
+        ("{{ raise_exception(messages[0].content * 9999) }}", "e..."),
         ("{{ raise_exception(messages) }}", "user"),
         ("{{ raise_exception() }}", "message"),
         ("{{ messages[0].content.x.y }}", "no attribute"),

@@ -124,7 +124,7 @@ async def test_what_templates_expect_to_find(tmp_path: Path) -> None:
 
 async def test_a_template_may_refuse(tmp_path: Path) -> None:
     assert "roles must" in await refusal(tmp_path, "{{ raise_exception('roles must alternate') }}")
-    assert "does not take" in await refusal(tmp_path, "{{ messages[7].content.x }}")
+    assert "does not accept" in await refusal(tmp_path, "{{ messages[7].content.x }}")
     assert "division" in await refusal(tmp_path, "{{ 1 / 0 }}")
 
 
@@ -146,7 +146,7 @@ async def test_a_template_may_refuse(tmp_path: Path) -> None:
     ],
 )
 async def test_the_sandbox(tmp_path: Path, template: str) -> None:
-    assert "does not take" in await refusal(tmp_path, template)
+    assert "does not accept" in await refusal(tmp_path, template)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ async def test_a_message_that_goes_on(
 @pytest.mark.parametrize(
     ("template", "content", "words"),
     [
-        ("{{ messages[0].content }}", "gone", "does not stand"),
-        ("{{ messages[-1].content | upper }}", "abc", "does not stand"),
-        ("{{ messages[-1].content[:2] }}", "abc", "does not stand"),
+        ("{{ messages[0].content }}", "gone", "does not hold"),
+        ("{{ messages[-1].content | upper }}", "abc", "does not hold"),
+        ("{{ messages[-1].content[:2] }}", "abc", "does not hold"),
         ("{{ messages[-1].content }}", None, "no content"),
         ("{% for p in messages[-1].content %}{{ p.text }}{% endfor %}", [], "no text"),
         ("{{ messages | tojson }}", "abc", "does not use the messages' content"),
