@@ -82,8 +82,16 @@ def _first_wrong_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> An
     return validate(value)
 
 
-MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
-MinTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX, description="Most tokens to generate.")]
+MinTokens = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=INT32_MAX,
+        description="Tokens before which neither an end-of-text token nor one of stop_token_ids is "
+        "sampled.",
+    ),
+]
 Temperature = Annotated[
     float, Field(ge=0, le=100, description="Sampling temperature; 0 = greedy. Default: 1.")
 ]
@@ -112,8 +120,12 @@ MinP = Annotated[
         description="Drop tokens less likely than P times the most likely one; 0 = off.",
     ),
 ]
-RepetitionPenalty = Annotated[float, Field(gt=0, le=100, description="1 = off.")]
-Penalty = Annotated[float, Field(ge=-2, le=2, description="0 = off.")]
+RepetitionPenalty = Annotated[
+    float, Field(gt=0, le=100, description="Penalty of tokens of the prompt and answer; 1 = off.")
+]
+Penalty = Annotated[
+    float, Field(ge=-2, le=2, description="Penalty of the answer's tokens; 0 = off.")
+]
 LogitBias = Annotated[
     dict[
         Annotated[int, BeforeValidator(_token_key), Field(ge=0, le=INT32_MAX)],
@@ -157,6 +169,7 @@ Stop = Annotated[
         custom_error_type="stop_type",
         custom_error_message="must be a string or a list of strings",
     ),
+    Field(description="Strings that end the answer; they are not part of it."),
 ]
 
 

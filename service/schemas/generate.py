@@ -53,8 +53,12 @@ class GenerateRequest(RequestModel):
     `stop_token_ids` and `cache_points` that is a list of lists.
     """
 
-    prompts: Many[Prompt] = Field(min_length=1)
-    model: str | None = None
+    prompts: Many[Prompt] = Field(
+        min_length=1, description="The prompts, each a string or a list of token ids."
+    )
+    model: str | None = Field(
+        default=None, description="The model's name. Default: the model that is served."
+    )
     max_tokens: PerPrompt[MaxTokens] = None
     min_tokens: PerPrompt[MinTokens] = None
     temperature: PerPrompt[Temperature] = None
@@ -67,8 +71,12 @@ class GenerateRequest(RequestModel):
     logit_bias: PerPrompt[LogitBias] = None
     seed: PerPrompt[Seed] = None
     stop: PerPromptList[Stop] = None
-    stop_token_ids: PerPromptList[Many[TokenId]] = None
-    ignore_eos: PerPrompt[bool] = None
+    stop_token_ids: PerPromptList[Many[TokenId]] = Field(
+        default=None, description="Further tokens that end the answer."
+    )
+    ignore_eos: PerPrompt[bool] = Field(
+        default=None, description="Whether to go on after an end-of-text token."
+    )
     logprobs: PerPrompt[TopLogprobs] = None
     timeout: PerPrompt[Timeout] = None
     priority: PerPrompt[Priority] = None
@@ -81,7 +89,9 @@ class GenerateRequest(RequestModel):
     cache_salt: PerPrompt[CacheSalt] = None
     cache_points: PerPromptList[CachePoints] = None
     parse_special: ParseSpecial | None = None
-    stream: bool | None = None
+    stream: bool | None = Field(
+        default=None, description="Whether to answer with server-sent events."
+    )
     stream_interval: StreamInterval | None = None
 
 

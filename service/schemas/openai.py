@@ -43,10 +43,7 @@ class OpenAIRequest(RequestModel):
     n: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Samples of each prompt. Default: 1."
     )
-    stop: Stop | None = Field(
-        default=None,
-        description="Strings that end the answer; they are not part of it.",
-    )
+    stop: Stop | None = None
     seed: Seed | None = None
     logit_bias: LogitBias | None = None
     presence_penalty: Penalty | None = None
@@ -59,9 +56,7 @@ class OpenAIRequest(RequestModel):
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    min_tokens: MinTokens | None = Field(
-        default=None, description="Tokens before which no end-of-text token is sampled."
-    )
+    min_tokens: MinTokens | None = None
     ignore_eos: bool | None = Field(
         default=None, description="Whether to go on after an end-of-text token."
     )
