@@ -28,6 +28,7 @@
 #include <immintrin.h>
 #else
 #define MS_ISA generic
+#define MS_BASELINE
 #endif
 
 namespace minserve {

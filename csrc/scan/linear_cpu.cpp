@@ -1,7 +1,5 @@
-// Scans on the CPU, by cell. Compiled once per instruction set; see core/vec.h.
+// The linear scan on the CPU. Compiled once per instruction set; see core/vec.h.
 #include "../cells/linear_scan.h"
-#include "../cells/mingru.h"
-#include "../cells/minlstm.h"
 #include "scan_cpu.h"
 #include "transposed_cpu.h"
 
@@ -15,14 +13,6 @@ ScanFn linear_kernel(Dtype dtype, bool backward) {
 ScanFn linear_row_kernel(Dtype dtype, bool backward) {
   return backward ? scan_for<LinearBackwardCell, TransposedTile>(dtype)
                   : scan_for<LinearCell, TransposedTile>(dtype);
-}
-
-ScanFn mingru_kernel(Dtype dtype, bool backward) {
-  return backward ? scan_for<MinGruBackwardCell>(dtype) : scan_for<MinGruCell>(dtype);
-}
-
-ScanFn minlstm_kernel(Dtype dtype, bool backward) {
-  return backward ? scan_for<MinLstmBackwardCell>(dtype) : scan_for<MinLstmCell>(dtype);
 }
 
 }  // namespace MS_ISA
