@@ -48,14 +48,24 @@ ALL_TYPES = [
     f"{RAGGED} --type bf16 --channels 21 --seeds 8",
     f"{RAGGED} --type f64 --channels 20 --seeds 9",
 ]
+OF_LINEAR = [("linear", case) for case in TWO_TYPES[1:]]
 SCANS = [
-    (cell, f"{case} --backward {backward} --reverse {backward}")
+    pytest.param(
+        cell,
+        f"{case} --backward {backward} --reverse {backward}",
+        # What takes long runs always for one cell and one type, forward and backward.
+        marks=pytest.mark.slow if case == TWO_TYPES[3] or (cell, case) in OF_LINEAR else [],
+    )
     for cell in ("linear", "mingru")
     for backward in (0, 1)
     for case in TWO_TYPES + (ALL_TYPES if cell == "mingru" else [])
 ]
 SCANS += [
-    (cell, f"{RAGGED} --type {dtype} --channels {channels} --short 128 --blocks 1,7 --seeds 13")
+    pytest.param(
+        cell,
+        f"{RAGGED} --type {dtype} --channels {channels} --short 128 --blocks 1,7 --seeds 13",
+        marks=[] if cell == "mingru" else pytest.mark.slow,
+    )
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
 ]
@@ -112,16 +122,19 @@ GIVEN_UP = {
 }
 # Few threads have few bins and short lists, so that the cut is closed in on in many rounds.
 SAMPLES = [
-    f"--kind {kind} {size}"
+    pytest.param(f"--kind {kind} {size}", marks=pytest.mark.slow if slow else [])
     for kind, given_up in GIVEN_UP.items()
-    for size in (
-        "--vocab 66",
-        "--vocab 66 --each 4",
-        "--vocab 999 --each 32 --seeds 2",
-        "--vocab 3001 --threads 32",
-        "--vocab 3000 --threads 96 --seeds 2",
-        f"--vocab 3001 --threads 128 --streamed 1 --given-up {given_up[0]}",
-        f"--vocab 9000 --threads 64 --streamed 1 --given-up {given_up[1]} --seeds 2",
+    for size, slow in (
+        ("--vocab 66", False),
+        ("--vocab 66 --each 4", False),
+        ("--vocab 999 --each 32 --seeds 2", kind != "normal"),
+        ("--vocab 3001 --threads 32", False),
+        ("--vocab 3000 --threads 96 --seeds 2", kind != "normal"),
+        (f"--vocab 3001 --threads 128 --streamed 1 --given-up {given_up[0]}", False),
+        (
+            f"--vocab 9000 --threads 64 --streamed 1 --given-up {given_up[1]} --seeds 2",
+            kind != "ties",
+        ),
     )
 ] + [
     "--vocab 1 --each 4",
@@ -139,7 +152,9 @@ SAMPLES = [
     "--kind ties --vocab 9000 --threads 128",
     "--vocab 1025 --streamed 1",
     "--vocab 2999 --shift 3 --threads 256 --streamed 1 --given-up 1 --seeds 3",
-    "--vocab 70000 --threads 256 --streamed 1 --given-up 2 --seeds 4",
+    pytest.param(
+        "--vocab 70000 --threads 256 --streamed 1 --given-up 2 --seeds 4", marks=pytest.mark.slow
+    ),
     "--vocab 9001 --threads 512 --streamed 1 --given-up 1 --seeds 5",
     "--kind ties --vocab 3001 --threads 512 --streamed 1 --given-up 2",
     "--kind later --vocab 9003 --threads 256 --streamed 1 --given-up 2 --seeds 1",

@@ -22,9 +22,15 @@ from tests.e2e.conftest import Server
 
 KEY = "0123456789abcdef0123456789abcdef"
 FOLLOWED = [page for page in pages() if quick(page)]
+ALWAYS = ("README.md", "service/README.md")  # the other pages take longer
 
 
-@pytest.fixture(scope="module", params=FOLLOWED)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(page, marks=[] if page in ALWAYS else pytest.mark.slow) for page in FOLLOWED
+    ],
+)
 def page(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -68,7 +68,11 @@ class Server:
             self._reader.join(timeout=5)
 
 
-@pytest.fixture(scope="module", params=["shakespeare-mingru", "shakespeare-minlstm"])
+@pytest.fixture(
+    scope="module",
+    # What differs between the cells, the tests of models and golden texts ask.
+    params=["shakespeare-mingru", pytest.param("shakespeare-minlstm", marks=pytest.mark.slow)],
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Each bundled model in turn."""
     running = Server("--model", request.param, "--device", "cpu", "--threads", "2")

@@ -39,7 +39,7 @@ def made(cell: str, conv: int, learned: bool, layers: int = SMALL.n_layers) -> L
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
 @pytest.mark.parametrize("conv", [0, 4])
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("learned", [pytest.param(False, marks=pytest.mark.slow), True])
 @torch.no_grad()
 def test_both_reads_agree_with_the_model(
     cell: str, conv: int, learned: bool, monkeypatch: pytest.MonkeyPatch

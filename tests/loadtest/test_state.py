@@ -69,6 +69,8 @@ def test_a_run_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert all(len(times) == 2 for times in found["copies"]["times"].values())
 
 
-def test_what_cannot_be_measured_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--model", "no/such-model"]) == 2
+def test_what_cannot_be_measured_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--model", str(tmp_path / "missing")]) == 2
     assert "not measured" in capsys.readouterr().out

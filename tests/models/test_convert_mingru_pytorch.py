@@ -69,7 +69,7 @@ def prefill(model: LM, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("conv", [False, True], ids=["no-conv", "conv"])
-@pytest.mark.parametrize("expansion", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("expansion", [1.0, 1.5, pytest.param(2.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use_lstm", [False, True], ids=["minGRU", "minLSTM"])
 class TestAgainstThePackage:
     def test_logits(

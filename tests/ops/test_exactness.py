@@ -80,7 +80,10 @@ def test_split_anywhere(device: str, cell: str, cuts: list[int]) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @pytest.mark.parametrize("cell", CELL_NAMES)
-@pytest.mark.parametrize(("channels", "copies"), [(5, 1), (37, 1), (37, 40), (1024, 17)])
+@pytest.mark.parametrize(
+    ("channels", "copies"),
+    [(5, 1), (37, 1), (37, 40), pytest.param(1024, 17, marks=pytest.mark.slow)],
+)
 def test_neighbours_order_and_nan_in_free_slots(
     device: str, dtype: torch.dtype, cell: str, channels: int, copies: int
 ) -> None:

@@ -113,7 +113,7 @@ def test_a_batch_of_seeds(engine: Engine) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
