@@ -9,26 +9,16 @@ import yaml
 
 from service.settings import Settings
 from service.terminal.settings_table import VARIABLES, option_texts, table
-from tests.docs.commands import PAGES
+from tests.docs.pages import anchors
 from tests.service.observability.test_prometheus_files import load, rules
 
 ROOT = Path(__file__).resolve().parents[2]
-OPERATORS = ROOT / "docker" / "README.md"
-PAGE = OPERATORS.read_text(encoding="utf-8")
-LINK = re.compile(r"\]\(([^)\s]+)\)")
-FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+PAGE = (ROOT / "docker" / "README.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
     """Of docker/README.md, without its heading."""
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def anchors(path: Path) -> set[str]:
-    """Of every heading, as GitHub makes them."""
-    text = FENCE.sub("", path.read_text(encoding="utf-8"))
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 def test_the_table_is_what_the_code_says() -> None:
@@ -51,24 +41,12 @@ def test_every_alert_has_an_entry_and_names_it() -> None:
     for rule in alerts:
         anchor = rule["alert"].lower()
         assert rule["annotations"]["runbook_url"] == f"docker/README.md#{anchor}"
-        assert anchor in anchors(OPERATORS)
+        assert anchor in anchors("docker/README.md")
         severity = rule["labels"]["severity"]
         assert f"| [{rule['alert']}](#{anchor}) | {severity} |" in runbook
     for entry in re.split(r"^### \w+$", runbook, flags=re.MULTILINE)[1:]:
         assert "**Meaning.**" in entry
         assert len(entry.split()) > 20, "an entry says what to do"
-
-
-def test_links_lead_somewhere() -> None:
-    for page in (ROOT / name for name in PAGES):
-        for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
-            if link.startswith("http"):
-                continue
-            path, _, anchor = link.partition("#")
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), (page.name, link)
-            if anchor:
-                assert anchor in anchors(target), (page.name, link)
 
 
 def test_build_arguments_are_those_of_the_dockerfile() -> None:
