@@ -1,4 +1,4 @@
-"""docker/README.md: its table of settings, its entries for alerts; the links of all pages."""
+"""docker/README.md: its table of settings, its entries for alerts, its examples."""
 
 from __future__ import annotations
 
