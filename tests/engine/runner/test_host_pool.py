@@ -27,7 +27,7 @@ def test_rows_hold_what_was_saved_in_them(device: str, monkeypatch: pytest.Monke
         loaded = rows.load(list(expected))
         assert torch.equal(loaded, states[list(expected.values())])
         assert torch.equal(rows.get(3)[:4], states[5][:4].cpu())
-    with pytest.raises(IndexError, match="row 7 of 7"):
+    with pytest.raises(IndexError, match="row 7 is outside the 7 rows"):
         rows.get(7)
 
 
