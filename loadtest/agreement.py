@@ -35,7 +35,10 @@ async def _answer(client: httpx.AsyncClient, prompt: str, tokens: int) -> dict[s
 
 
 def first_difference(alone: dict[str, Any], together: dict[str, Any]) -> tuple[int, float] | None:
-    """(position, margin of the two best log-probabilities there when alone), None when equal."""
+    """Return where two answers first differ; None if they are equal.
+
+    The result is (position, margin of the two best log-probabilities there when asked alone).
+    """
     pairs = zip(alone["token_ids"], together["token_ids"], strict=True)
     for position, (one, other) in enumerate(pairs):
         if one != other:

@@ -33,7 +33,7 @@ LOADS = ((8, 1, 600), (32, 8, 400), (200, 4, 200))
 
 
 class Served:
-    """An engine of its own over a runner, with ids that the runner has not seen."""
+    """An engine over a runner, with request ids that the runner has not seen."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -46,7 +46,7 @@ class Served:
         return Request(id=self.requests, prompt=pack_ids(prompt), sampling=sampling, **fields)
 
     def run(self, requests: Iterator[Request]) -> None:
-        """Serves all of them, up to IN_FLIGHT at a time."""
+        """Serve all requests, up to IN_FLIGHT at a time."""
         in_flight, left = 0, True
         while left or self.engine.has_work:
             while left and in_flight < IN_FLIGHT:
@@ -70,7 +70,10 @@ class Served:
         return reply
 
     def close(self) -> None:
-        """What ended last is released with the next plan, which the next engine makes."""
+        """Close the engine.
+
+        The next engine's first plan releases what ended last.
+        """
         self._runner.run(StepPlan(release=list(range(2 * self.requests + 2))))
 
 
@@ -81,7 +84,7 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_
 
 
 def _load(runner: ModelRunner, length: int, count: int, number: int, seed: int) -> float:
-    """Seconds of processor time for requests that have nothing in common."""
+    """Return the processor seconds for requests that have nothing in common."""
     chance, served = random.Random(seed), Served(runner)
     vocabulary = range(runner.info.vocab_size)
     prompts = [chance.choices(vocabulary, k=length) for _ in range(number)]
@@ -92,7 +95,7 @@ def _load(runner: ModelRunner, length: int, count: int, number: int, seed: int) 
 
 
 def measure_cost(on: ModelRunner, off: ModelRunner, repeats: int) -> None:
-    """Prints the first table."""
+    """Print the table of what kept states cost a request."""
     print("prompt  answer   without     with  (us a request)  ratio")
     for length, count, number in LOADS:
         pairs = [
@@ -105,7 +108,7 @@ def measure_cost(on: ModelRunner, off: ModelRunner, repeats: int) -> None:
 
 
 def measure_gain(runner: ModelRunner, context: int, repeats: int) -> None:
-    """Prints what a long context costs each way: milliseconds until the first token."""
+    """Print the milliseconds to the first token after a long context, for each way to have it."""
     served, chance = Served(runner), random.Random(1)
     vocabulary = range(runner.info.vocab_size)
     stem = chance.choices(vocabulary, k=context)

@@ -45,7 +45,7 @@ KINDS = ("bfloat16", "float32", "int8")  # int8 weights with bfloat16 activation
 
 
 class _Int8(nn.Module):
-    """A matrix in int8 with one scale per row; only to be packed."""
+    """A matrix in int8 with one scale per row; only for packing."""
 
     def __init__(self, module: nn.Linear | nn.Embedding) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Int8(nn.Module):
 
 
 def build(size: str, kind: str) -> LM:
-    """A random model with weights of `kind`."""
+    """Return a random model with weights of `kind`."""
     torch.manual_seed(0)
     model = LM(MODELS[size]).eval()
     if kind != "float32":
@@ -75,8 +75,10 @@ _BEST = False  # the quickest call counts, not the median
 
 
 def seconds_of(call: Callable[[], object], budget: float) -> float:
-    """Seconds of a call: the median over `budget` seconds and at least five calls, after two more;
-    the quickest with --best."""
+    """Return the seconds of a call, as a median; with --best, of the quickest call.
+
+    There are two warm-up calls, then calls for `budget` seconds, at least five.
+    """
     call()
     call()
     samples: list[float] = []
@@ -89,8 +91,10 @@ def seconds_of(call: Callable[[], object], budget: float) -> float:
 
 
 def read_rate(budget: float) -> float:
-    """Bytes per second of reading memory in large pages, as the packed weights lie in, by all
-    threads: the quickest of torch's reductions."""
+    """Return the bytes per second at which all threads read memory in large pages.
+
+    The packed weights are in such pages. The quickest of torch's reductions counts.
+    """
     size = 1 << 28
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -101,7 +105,7 @@ def read_rate(budget: float) -> float:
 
 
 def product_rate(dtype: torch.dtype, budget: float) -> float:
-    """Floating-point operations per second of torch's own product of large matrices."""
+    """Return the floating-point operations per second of torch's product of large matrices."""
     a, b = torch.randn(2, 2048, 2048).to(dtype).unbind()
     return float(2 * 2048**3 / seconds_of(lambda: torch.mm(a, b), budget))
 
@@ -109,7 +113,7 @@ def product_rate(dtype: torch.dtype, budget: float) -> float:
 def packed_rows(
     size: str, kind: str, batches: list[int], prompt: int, budget: float
 ) -> list[dict[str, object]]:
-    """One row per batch and one for the prefill."""
+    """Return one row per batch for decode steps, and one for the prefill."""
     model = CpuBackend(build(size, kind), take=True)
     config = model.config
     inner_weights = model.parameters_count - config.vocab_size * config.d_model
@@ -139,7 +143,7 @@ def packed_rows(
 def peer_rows(
     size: str, kind: str, batches: list[int], prompt: int, budget: float
 ) -> list[dict[str, object]]:
-    """The same in plain PyTorch under torch.compile with freezing."""
+    """Return the rows of `packed_rows` for plain PyTorch under torch.compile with freezing."""
     from torch._inductor import config as inductor
 
     inductor.freezing = True
@@ -162,8 +166,11 @@ def peer_rows(
 
 
 def plain_step(model: LM) -> Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]:
-    """One step of a minGRU in torch's operators: tokens [batch], states [batch, inner] of every
-    layer -> logits and the next states, as new tensors (what the compiler does best with)."""
+    """Return one step of a minGRU in torch's operators.
+
+    It takes tokens [batch] and states [batch, inner] of every layer, and returns logits and the
+    next states as new tensors, which the compiler handles best.
+    """
 
     @torch.no_grad()
     def step(tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -182,8 +189,10 @@ def plain_step(model: LM) -> Callable[[Tensor, list[Tensor]], tuple[Tensor, list
 
 
 def plain_matrices(model: LM) -> Callable[[Tensor], Tensor]:
-    """All of a prefill but embedding and recurrences, x [tokens, d_model] -> the same: less than
-    the peer has to do."""
+    """Return a prefill without embedding and recurrences: x [tokens, d_model] -> the same.
+
+    This is less than the peer has to do.
+    """
 
     @torch.no_grad()
     def run(x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure_all(args: argparse.Namespace, device: torch.device) -> int:
-    """Measures and prints what the options name."""
+    """Measure and print what the options name; return the exit code."""
     start = time.perf_counter()
     kind = device.type
     torch.manual_seed(0)
@@ -208,7 +208,7 @@ def _peer_mode(name: str, kind: str) -> Mode:
 
 
 def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, DtypeName]]:
-    """Each model once per type, and the sizes once per cell too.
+    """Yield each model once per type, and the sizes once per cell too.
 
     Raises CheckpointError for a name that is neither a size nor a checkpoint.
     """
@@ -222,8 +222,10 @@ def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, 
 
 
 def _shares(seconds: float | None, count: int) -> Iterator[Budget]:
-    """A budget for each of `count` models, when its turn comes: an equal share of what is left, so
-    that what a quick one leaves is the later ones'."""
+    """Yield a budget for each of `count` models when its turn comes.
+
+    Each gets an equal share of what is left, so that later models get what a quick one did not use.
+    """
     end = time.perf_counter() + (seconds or 0)
     for turns in range(count, 0, -1):
         yield Budget(None if seconds is None else (end - time.perf_counter()) / turns)
@@ -238,8 +240,10 @@ def _each_kind(
     rate: float,
     shares: Iterator[Budget],
 ) -> Iterator[ModelFigures]:
-    """The figures of a model as it is and quantised, in the order asked for, each as it is by
-    default and deterministic."""
+    """Yield the figures of a model for each kind of weights, in the order of the options.
+
+    Each kind is measured by default and, if asked for, in deterministic mode.
+    """
     plain: ModelFigures | None = None
     default: ModelFigures | None = None
     hows = (False, True) if args.deterministic else (False,)
@@ -277,7 +281,7 @@ def _run(
     budget: Budget,
     known: ModelFigures | None,
 ) -> None:
-    """Loads the model as `figures` say and measures it."""
+    """Load the model that `figures` describe and measure it."""
     free = available_memory(device)
     batches = fitting(asked.batches, figures, one.config.vocab_size, free)
     if not batches:

@@ -8,9 +8,9 @@ from service.terminal.bench.extra import check_installed
 
 
 def exit_without(package: str) -> None:
-    """Ends the program with the command that installs `package` and exit code 2, if it is missing.
+    """End the program if `package` is missing: print how to install it, exit with code 2.
 
-    For a package that is used late, call it before the measurement: not after an hour of it.
+    If a package is needed late, call this before the measurement.
     """
     try:
         check_installed(package)

@@ -70,7 +70,7 @@ PROMPT = pack_ids(range(14))  # of any model's vocabulary
 
 @dataclass(frozen=True)
 class Masks:
-    """Microseconds."""
+    """Times of the masks of one grammar, in microseconds."""
 
     grammar: str
     compile: float
@@ -82,7 +82,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Served:
-    """An engine with so many streams."""
+    """The speed of an engine with streams of one kind."""
 
     requests: str
     tokens_per_second: float
@@ -91,7 +91,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Beside:
-    """Streams that ask for nothing and others in one engine; tokens per second."""
+    """Plain streams and streams of another kind in one engine; tokens per second."""
 
     others: str
     streams: int  # of the others
@@ -100,7 +100,7 @@ class Beside:
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Saves a tokenizer.json with byte pairs of Python's own sources."""
+    """Save a tokenizer.json whose byte pairs come from Python's own sources."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,7 +118,7 @@ def make_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> list[Masks]:
-    """Along the texts of TEXTS; raises RuntimeError where one does not match."""
+    """Measure masks along the texts of TEXTS. Raises RuntimeError if a text does not match."""
     tokens, rows = load_tokens(folder, vocab_size), []
     mask = np.zeros((1, tokens.words), np.int32)
     for name, (grammar, text) in TEXTS.items():
@@ -154,8 +154,10 @@ def measure_masks(folder: Path, vocab_size: int, streams: int, threads: int) -> 
 def _batch(
     folder: Path, vocab_size: int, grammar: Grammar, ids: list[int], streams: int, threads: int
 ) -> float:
-    """Median seconds per mask, drawn tokens taken in, of so many streams, which begin one after
-    the other."""
+    """Return the median seconds per mask, for `streams` streams that began one after the other.
+
+    The time to advance the matchers by the sampled tokens is included.
+    """
     grammars = GrammarCache(folder, vocab_size)
     grammars.ask(grammar)
     constraints, seconds = GrammarMatchers(grammars, (0,), threads), []
@@ -189,14 +191,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def kinds_for(folder: Path) -> list[str]:
-    """Those of KINDS that a model's folder can serve: without a tokenizer.json none with a
-    grammar."""
+    """Return those of KINDS that a model's folder can serve.
+
+    Without a tokenizer.json these are the kinds without a grammar.
+    """
     has_text = (folder / "tokenizer.json").exists()
     return [name for name, fields in KINDS.items() if has_text or "grammar" not in fields]
 
 
 def measure_engine(engine: Engine, kinds: Sequence[str], streams: int, tokens: int) -> list[Served]:
-    """Of streams of so many tokens each, the quickest of RUNS in turns."""
+    """Measure streams of `tokens` tokens each; the quickest of RUNS in turns counts."""
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for _ in range(RUNS):
         for name in kinds:
@@ -211,8 +215,10 @@ def measure_engine(engine: Engine, kinds: Sequence[str], streams: int, tokens: i
 def _serve(
     engine: Engine, streams: int, tokens: int, fields: dict[str, Any]
 ) -> tuple[float, float]:
-    """Seconds until all have ended, and of processor time. Raises RuntimeError where one lacks
-    tokens."""
+    """Return the seconds until all streams have ended, and the processor seconds.
+
+    Raises RuntimeError if tokens are missing.
+    """
     for id in range(streams):
         engine.add("c", _request(id, tokens, fields))
     drawn, began, worked = 0, time.perf_counter(), time.process_time()
@@ -231,15 +237,17 @@ def _request(id: int, tokens: int, fields: dict[str, Any]) -> Request:
 
 
 def measure_beside(engine: Engine, kinds: Sequence[str], streams: int) -> list[Beside]:
-    """So many streams, at least two, of which none, one and half are of each other kind."""
+    """Measure streams, at least two, of which none, one and half are of each other kind."""
     none, *others = kinds
     cases = [(none, 0), *((name, count) for name in others for count in (1, streams // 2))]
     return [Beside(name, count, *_beside(engine, streams, name, count)) for name, count in cases]
 
 
 def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float, float]:
-    """Tokens per second of those who ask for nothing, and of `count` others, over BESIDE_SECONDS
-    after as long again."""
+    """Return the tokens per second of plain streams, and of `count` others.
+
+    Counted over BESIDE_SECONDS, after a warm-up that is as long.
+    """
     for id in range(streams):
         engine.add("c", _request(id, 10**6, KINDS[name] if id < count else {}))
     began, last = 0.0, time.perf_counter() + 2 * BESIDE_SECONDS
@@ -264,7 +272,7 @@ def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables."""
+    """Measure and print the tables; return the exit code."""
     parser = command_line("grammars", __doc__)
     parser.add_argument("--vocab-size", type=int, default=32_000, help="of the masks' tokenizer")
     parser.add_argument("--streams", type=int, default=32, help="in one engine")

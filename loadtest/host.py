@@ -58,7 +58,7 @@ MOST_HOST_BYTES = 2**32  # that a GPU server takes for cached states where there
 
 
 class Clock:
-    """CPU time of this process, `times` over, corrected."""
+    """CPU time of this process, multiplied by `times`, plus a correction."""
 
     def __init__(self, times: float = 1.0) -> None:
         self._times = times
@@ -71,33 +71,36 @@ class Clock:
         return self._latest
 
     def latest(self) -> float:
-        """What the clock said when it was last looked at: to ask for the CPU time can be a hundred
-        times as dear as for the time of day, which an engine asks for."""
+        """Return the time of the latest call, without a system call.
+
+        Reading the CPU time can cost a hundred times as much as the time of day, which an engine
+        reads.
+        """
         return self._latest
 
     def skip_to(self, moment: float) -> None:
-        """Waits, without waiting."""
+        """Advance the clock to `moment` without waiting."""
         seconds = max(0.0, moment - self())
         self._correction += seconds
         self._latest += seconds
         self.waited += seconds
 
     def spend(self, seconds: float) -> None:
-        """So much has been done meanwhile."""
+        """Advance the clock by `seconds` of simulated work."""
         self._correction += seconds
 
     def forget_since(self, moment: float) -> None:
-        """Time since then does not count."""
+        """Set the clock back to `moment`."""
         self._correction -= self() - moment
         self._latest = moment
 
 
 class MockRunner:
-    """Draws TOKEN for everybody, up to max_tokens, and says that a step took `step_seconds`; with
-    `paced`, it does, and reading prompts takes as long as one.
+    """Draws TOKEN for every row up to max_tokens, and reports steps of `step_seconds`.
 
-    A paced round begins when the one before it has ended and goes on while the host does other
-    things, as on a GPU.
+    With `paced`, steps take this long, and reading the prompts of a round takes as long as one
+    step. A paced round begins when the one before it has ended and continues while the host works,
+    as on a GPU.
     """
 
     most_steps = MOST_STEPS
@@ -149,7 +152,7 @@ class MockRunner:
         return StepResult(sampled, drawn, decode_seconds=seconds), self._busy_until
 
     def _reading(self, plan: StepPlan) -> float:
-        """How long its prompts take."""
+        """Return the seconds that reading the plan's prompts takes."""
         return self._step_seconds if plan.prefill else 0.0
 
     def _draw(self, plan: StepPlan) -> Drawn:
@@ -176,8 +179,10 @@ class MockRunner:
 
 
 class EncodingMailbox:
-    """One client: submits `requests`, encodes what comes, and ends the loop after `tokens` tokens
-    or when all have been answered."""
+    """One client that submits `requests` and encodes the messages that it gets.
+
+    It ends the loop after `tokens` tokens, or when all requests have been answered.
+    """
 
     def __init__(self, requests: list[Request], tokens: float) -> None:
         self._coming = requests
@@ -201,8 +206,10 @@ class EncodingMailbox:
 
 
 class PostingMailbox:
-    """One client, which keeps `at_once` of `posts` under way: each is the messages of one, and the
-    ids of its requests are those of a block. Ends the loop when all have been answered."""
+    """One client that keeps `at_once` of `posts` in flight, and ends the loop after the last.
+
+    Each post is the encoded requests of one POST, whose ids are one block of numbers.
+    """
 
     def __init__(self, posts: list[bytes], at_once: int) -> None:
         self._posts = posts
@@ -238,8 +245,11 @@ class PostingMailbox:
 def measure(
     batch: int, lengths: list[int], tokens: float, step_seconds: float, paced: bool
 ) -> float:
-    """Tokens per second of streams of these lengths in `batch` slots, until `tokens` have come or
-    all have ended, in rounds of as many steps as the engine takes of steps of `step_seconds`."""
+    """Return the tokens per second of streams of these lengths in `batch` slots.
+
+    Runs until `tokens` tokens have come or all streams have ended, in rounds of as many steps as
+    the engine chooses for steps of `step_seconds`.
+    """
     requests = [_request(id, pack_ids([1]), length) for id, length in enumerate(lengths)]
     mailbox = EncodingMailbox(requests, tokens)
     clock = Clock()
@@ -250,8 +260,10 @@ def measure(
 
 
 def per_request(batch: int, step_seconds: float, paced: bool) -> float:
-    """Seconds of CPU time that a request of the load of loadtest.share costs the host, tokens left
-    out."""
+    """Return the CPU seconds that a request costs the host, its tokens excluded.
+
+    The load is that of loadtest.share.
+    """
     count = -(-SHARE_TURNS * batch // POST)
     mailbox = PostingMailbox(posts(count), -(-5 * batch // (4 * POST)))
     endless = [
@@ -266,7 +278,10 @@ def per_request(batch: int, step_seconds: float, paced: bool) -> float:
 
 @contextmanager
 def _rounds_of_one_length() -> Iterator[None]:
-    """However long answers are: else what is taken off would be another kind of rounds."""
+    """Make rounds equally long however long the answers are.
+
+    Else the rounds that are subtracted would be of another kind.
+    """
     longest, decode_scheduler.LONG_ROUND_SECONDS = (
         decode_scheduler.LONG_ROUND_SECONDS,
         decode_scheduler.QUIET_ROUND_SECONDS,
@@ -278,7 +293,7 @@ def _rounds_of_one_length() -> Iterator[None]:
 
 
 def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool) -> float:
-    """What the engine's loop takes of the CPU."""
+    """Return the CPU seconds that the engine's loop uses."""
     clock = Clock()
     engine = Engine(MockRunner(batch, step_seconds, paced, clock, MOST_HOST_BYTES), clock.latest)
     begin = clock()
@@ -287,7 +302,7 @@ def _busy_seconds(mailbox: Mailbox, batch: int, step_seconds: float, paced: bool
 
 
 def posts(count: int) -> list[bytes]:
-    """The messages of so many POSTs, the same ones every time."""
+    """Return the messages of `count` POSTs, the same ones every time."""
     chance, encoder = random.Random(count), msgspec.msgpack.Encoder()
     prompts = (
         array("i", chance.choices(range(VOCABULARY), k=PROMPT)).tobytes()
@@ -309,7 +324,7 @@ def _request(
 
 
 def turning(batch: int, low: int, high: int) -> list[int]:
-    """Lengths of answers, the same ones every time."""
+    """Return the lengths of answers, the same ones every time."""
     chance = random.Random(batch)
     return [chance.randint(low, high) for _ in range(TURNS * batch)]
 
@@ -382,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_share(batches: list[int], step_ms: list[float], repeat: int) -> list[dict[str, float]]:
-    """Measures and tells what a request costs; returns the figures, in microseconds."""
+    """Measure and print what a request costs; return the figures, in microseconds."""
     figures, rows = [], []
     for batch, ms in zip(batches, step_ms, strict=True):
         figure: dict[str, float] = {"batch": batch, "step_ms": ms}

@@ -30,7 +30,7 @@ BEGINNINGS = (
 
 
 def raise_limit(files: int) -> None:
-    """Lets this process open so many files. Raises RuntimeError where it may not."""
+    """Let this process open `files` files. Raises RuntimeError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < files:
         if hard != resource.RLIM_INFINITY and hard < files:
@@ -53,7 +53,10 @@ async def _open(url: str, count: int) -> list[asyncio.StreamWriter]:
 
 
 async def _times(url: str, path: str, body: bytes | None, count: int) -> list[float]:
-    """Seconds from a new connection until the answer. Raises RuntimeError for another than 200."""
+    """Return the seconds from a new connection to its answer, `count` times.
+
+    Raises RuntimeError for any other status than 200.
+    """
     server = Server(url, {})
     request = server.request(path, body or b"", "GET" if body is None else "POST")
     times = []
@@ -69,7 +72,7 @@ async def _times(url: str, path: str, body: bytes | None, count: int) -> list[fl
 
 
 async def run(subject: Subject, connections: int, asks: int) -> dict[str, list[float]]:
-    """Times of /health and of a generation, without the connections and with them."""
+    """Measure /health and a generation without the connections and with them."""
     await subject.started()
     body = b'{"prompts": ["ROMEO:"], "max_tokens": 4}'
     found = {
@@ -88,7 +91,7 @@ async def run(subject: Subject, connections: int, asks: int) -> dict[str, list[f
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where every /health was in time, else 1; 2 where it cannot be measured."""
+    """Return 0 if every /health was in time, 1 if not, 2 if it cannot be measured."""
     options = command_line("idle", __doc__)
     options.add_argument("--connections", type=int, default=10_000, help="idle or slow ones")
     options.add_argument("--asks", type=int, default=200, help="timed requests of each kind")

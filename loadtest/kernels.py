@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) -> int:
-    """Measures and prints what the options name."""
+    """Measure and print what the options name; return the exit code."""
     dtypes = [getattr(torch, name) for name in args.dtype or ["float32", "bfloat16"]]
     step_dtypes = [getattr(torch, name) for name in args.dtype or ["bfloat16"]]
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from loadtest.with_httpx import httpx
 
 
 def sums(url: str) -> dict[str, float]:
-    """Sums and counts of the histograms that tell of the engine."""
+    """Return sums and counts of the histograms about the engine."""
     text = httpx.get(f"{url}/metrics", timeout=30).text
     found = {}
     for line in text.splitlines():
@@ -32,7 +32,7 @@ def sums(url: str) -> dict[str, float]:
 
 
 def times(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """Seconds of a round and of a prefill between two looks at the metrics."""
+    """Return the seconds of a round and of a prefill between two reads of the metrics."""
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     steps = 'engine_step_seconds_{}phase="{}"'
     busy = sum(spent.get(steps.format("sum", phase), 0.0) for phase in ("prefill", "decode"))
@@ -45,7 +45,7 @@ def times(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 
 def judge(summary: dict[str, Any], engine: dict[str, float]) -> list[tuple[str, float, float]]:
-    """Figure and bar, in milliseconds."""
+    """Return (name, figure, bar) for each bar, in milliseconds."""
     turn, prefill = 1000 * engine["round"], 1000 * engine["prefill"]
     latencies = summary["latency_ms"]
     return [
@@ -55,7 +55,7 @@ def judge(summary: dict[str, Any], engine: dict[str, float]) -> list[tuple[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0: the bars are of this machine's time."""
+    """Measure and print; always return 0, because the bars depend on the machine."""
     options = command_line("latency", __doc__)
     options.add_argument(
         "--share", type=float, default=0.5, help="of the saturated rate that is sent"

@@ -65,8 +65,11 @@ QUICK = Sizes(32, 2, (16,))
 
 @dataclass(frozen=True)
 class Job:
-    """One row to measure. `beside` is the precision of our rows that it stands beside; `skipped`
-    says why it is not measured at all."""
+    """One row to measure.
+
+    `beside` is the precision of our rows that a peer is compared with; `skipped` says why the row
+    is not measured.
+    """
 
     layer: Layer
     name: str
@@ -77,7 +80,7 @@ class Job:
 
 
 def peer_jobs(layer: Layer, length: int, name: str, device: torch.device) -> list[Job]:
-    """torch's layer beside ours of precision `name`: on a GPU through cuDNN or not at all."""
+    """Return torch's layer beside ours of precision `name`; on a GPU only through cuDNN."""
     without, through = f"{layer.name} (without cuDNN)", f"{layer.name} (cuDNN)"
     if device.type != "cuda":
         return [Job(layer, without, length, name, name)]
@@ -90,7 +93,7 @@ def peer_jobs(layer: Layer, length: int, name: str, device: torch.device) -> lis
 
 
 def plan(sizes: Sizes, names: list[str], device: torch.device) -> list[Job]:
-    """All rows, what matters most first and, of that, what is fast."""
+    """Return all rows, the important ones first and, among those, the quick ones first."""
     jobs = []
     for group in ([n for n in names if n != "tf32"], [n for n in names if n == "tf32"]):
         each = [(length, name) for length in sizes.lengths for name in group]
@@ -104,9 +107,9 @@ def plan(sizes: Sizes, names: list[str], device: torch.device) -> list[Job]:
 
 
 def compare(rows: list[Figures]) -> None:
-    """Gives each minimal layer its ratios to torch's layer beside it, where both were measured.
+    """Add to each minimal layer its ratios to torch's layer beside it, if both were measured.
 
-    "over" names what the ratios are to; without a peer that ran there are no ratios.
+    "over" names the peer of the ratios.
     """
     measured = [row for row in rows if "seconds" in row]
     peers = {(row["family"], row["length"], row["beside"]): row for row in measured if row["peer"]}
@@ -121,7 +124,7 @@ def compare(rows: list[Figures]) -> None:
 
 
 def training_row(figures: Figures) -> list[str]:
-    """A row of the training table: what is absent is "-", a failure stands with its reason."""
+    """Return a row of the training table, with "-" for missing figures and reasons of failures."""
     head = [figures["layer"], f"{figures['length']:,}", figures["precision"]]
     if "seconds" not in figures:
         return [*head, "-", "-", figures.get("failed") or figures["skipped"], *["-"] * 4]
@@ -144,7 +147,7 @@ def training_row(figures: Figures) -> list[str]:
 def measure_job(
     job: Job, sizes: Sizes, bias: bool, device: torch.device, budget: Budget
 ) -> Figures:
-    """The row of one job: its figures, or why it has none."""
+    """Return the row of one job: its figures, or why it has none."""
     if job.skipped is not None:
         found: Figures = {"skipped": job.skipped}
     elif budget.spent():
@@ -173,8 +176,11 @@ def run_training(
     budget: Budget,
     keep: Callable[[list[Figures]], None],
 ) -> list[Figures]:
-    """Measures and prints the training table. `keep` gets the rows so far after each, and each is
-    printed at once: a run that is killed has not measured for nothing."""
+    """Measure and print the training table, and return its rows.
+
+    Each row is printed at once, and `keep` is called with the rows so far, so that a killed run
+    keeps its figures.
+    """
     rows: list[Figures] = []
     for job in plan(sizes, names, device):
         rows.append(measure_job(job, sizes, bias, device, budget))
@@ -205,7 +211,7 @@ def run_training(
 
 
 def said(figures: Figures) -> str:
-    """One row in a word: its time, or why there is none."""
+    """Return a row in a few words: its time, or why there is none."""
     if "seconds" in figures:
         return f"{figures['seconds'] * 1e3:,.3f} ms"
     return str(figures.get("failed") or figures["skipped"])

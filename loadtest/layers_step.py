@@ -20,7 +20,7 @@ FEW_TOKENS = 16  # of the step that comes before all others
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: width, sequences in a batch, their lengths."""
+    """The sizes to measure: width, sequences in a batch, their lengths."""
 
     width: int
     batch: int
@@ -49,7 +49,7 @@ class LogSpaceMinGRU(nn.Module):
 
 
 class OutputOf(nn.Module):
-    """The hidden states of `nn.GRU` or `nn.LSTM`, without the last state."""
+    """Wraps `nn.GRU` or `nn.LSTM`; returns the hidden states without the last state."""
 
     def __init__(self, rnn: nn.GRU | nn.LSTM) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class OutputOf(nn.Module):
 
 
 def cell(name: CellName, width: int, bias: bool) -> Cell:
-    """minserve's own layer, width -> width without the output projection, as GRU and LSTM are."""
+    """Return minserve's layer, width -> width, without the output projection, like GRU and LSTM."""
     config = ModelConfig(
         cell=name,
         vocab_size=1,
@@ -78,8 +78,8 @@ def cell(name: CellName, width: int, bias: bool) -> Cell:
 class Layer:
     """A layer [batch, time, width] -> [batch, time, width], built by (width, bias).
 
-    Minimal layers and torch's of one family are compared with each other. `time_major`: what the
-    layer reads and writes without a copy is [time, batch, width] in memory.
+    Minimal layers and torch's of one family are compared with each other. With `time_major`, the
+    layer reads and writes [time, batch, width] in memory without a copy.
     """
 
     name: str
@@ -110,7 +110,7 @@ PEERS = (
 
 
 def runs_on_cudnn(precision: Precision, device: torch.device) -> bool:
-    """Whether torch hands layers of this type to cuDNN on this device."""
+    """Whether torch computes layers of this type by cuDNN on this device."""
     try:
         probe = torch.empty(1, device=device, dtype=precision.dtype)
     except RuntimeError:  # a device in error: the rows say so, with the reason
@@ -126,10 +126,11 @@ def measure_training(
     precision: Precision,
     device: torch.device,
 ) -> Figures:
-    """Seconds and peak bytes of a training step: forward, and the gradients of x and all weights.
+    """Return seconds and peak bytes of a training step: forward and all gradients.
 
-    Peak bytes are what a step holds above the weights, x and the gradient of its output. Raises
-    RuntimeError where the layer cannot run or a result is not finite.
+    The gradients are those of x and of all weights. Peak bytes are what a step holds above the
+    weights, x and the gradient of its output. Raises RuntimeError if the layer cannot run or a
+    result is not finite.
     """
     torch.manual_seed(0)
     module = layer.build(sizes.width, bias).to(device, precision.dtype)

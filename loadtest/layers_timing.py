@@ -13,9 +13,9 @@ SLOW = 0.1  # seconds of a call beyond which it is timed twice only
 
 
 class Budget:
-    """Seconds in which measurements may start, counted from here; None is no limit.
+    """Seconds, from now on, in which measurements may start; None: no limit.
 
-    One that has started is not cut short, so a run ends somewhat later.
+    A measurement that has started is not cut short, so a run may end somewhat later.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -26,7 +26,7 @@ class Budget:
 
 
 def host_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call by the host's clock, from an idle device to an idle device."""
+    """Return the seconds of one call by the host's clock; the device is idle before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = perf_counter()
@@ -37,11 +37,11 @@ def host_seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def step_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call that has been made before, so that what it needs is loaded.
+    """Return the seconds of one call that has been made before, so that all it needs is loaded.
 
     Calls of up to SLOW seconds are timed by `seconds_per_call`; they read more than a GPU's L2
-    cache holds, so inputs need no rotation. A slower one is made twice, by the host's clock, to
-    which a launch's latency is nothing then, and the faster counts.
+    cache holds, so inputs need no rotation. A slower call is made twice, timed by the host's clock,
+    against which the launch latency is negligible; the faster one counts.
     """
     first = host_seconds(call, device)
     if first <= SLOW:

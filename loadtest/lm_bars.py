@@ -49,8 +49,10 @@ CPU_PREFILL_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Check:
-    """A bar beside what was measured. `unit` is "tokens/s", "times" or "share"; more is better,
-    except where `at_most`."""
+    """A bar and the figure to compare with it.
+
+    `unit` is "tokens/s", "times" or "share". More is better, except with `at_most`.
+    """
 
     model: str
     what: str
@@ -73,7 +75,7 @@ class Check:
 
 
 def checks(models: Sequence[ModelFigures]) -> list[Check]:
-    """Every bar that applies to a figure which was measured."""
+    """Return every bar that applies to a measured figure."""
     found: list[Check] = []
     for figures in models:
         if figures.agreement is not None:
@@ -124,7 +126,7 @@ def _decode_rate(figures: ModelFigures, row: Decode) -> Iterator[Check]:
 
 
 def _capped(bar: float, bare: float | None) -> tuple[float, str]:
-    """The bar, or 90 % of the bare GEMM sequence's tokens/s where that is less."""
+    """Return the bar, or 90 % of the bare GEMM sequence's tokens/s if that is less."""
     if bare is None:
         return bar, "bare GEMMs not measured"
     if bar <= OF_BARE_GEMM * bare:

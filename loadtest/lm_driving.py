@@ -40,19 +40,21 @@ _CLIENT = "loadtest"
 
 
 class WrongAnswerError(RuntimeError):
-    """What was measured did not do its work."""
+    """The measured code gave a wrong answer."""
 
 
 def load(config: EngineConfig, batches: Sequence[int]) -> ModelRunner:
-    """A warm runner. Of its CUDA graphs only those for `batches` are captured, and the largest:
-    what another batch would need takes time and changes nothing."""
+    """Return a warm runner, with CUDA graphs for `batches` and the largest batch only.
+
+    Graphs of other batches would take time and change nothing.
+    """
     runner = ModelRunner(config)
     runner.warm_up(batches)
     return runner
 
 
 def round_steps(step_seconds: float, greatest: int | None) -> int:
-    """How many steps a round has that aims at ROUND_SECONDS, at most `greatest`."""
+    """Return the steps of a round that takes about ROUND_SECONDS, at most `greatest`."""
     return max(1, min(MOST_STEPS, greatest or MOST_STEPS, int(ROUND_SECONDS / step_seconds)))
 
 
@@ -79,11 +81,11 @@ class Decoding:
         )
 
     def run(self, rounds: int, steps: int = 1) -> float:
-        """Decodes `rounds` rounds of `steps` tokens of every sequence; seconds a step, from its
-        round's plan to the ids on the host. Where a runner can start a round before the one ahead
-        has ended, it does.
+        """Decode `rounds` rounds of `steps` tokens per sequence; return the seconds of a step.
 
-        Raises WrongAnswerError when tokens are missing or were drawn from logits not finite.
+        The time is from a round's plan to the ids on the host. If the runner can start a round
+        before the previous one has ended, it does. Raises WrongAnswerError if tokens are missing or
+        logits were not finite.
         """
         if self._runner.overlaps:
             return self._overlapped(rounds, steps) / (rounds * steps)
@@ -137,7 +139,7 @@ class Decoding:
         self._drawn += steps
 
     def release(self) -> None:
-        """Ends the sequences."""
+        """End the sequences."""
         self._runner.run(StepPlan(release=list(range(len(self.tokens)))))
 
 
@@ -151,7 +153,7 @@ def _seeded(sampling: SamplingParams, seed: int, **other: Any) -> SamplingParams
 
 @contextmanager
 def decoding(runner: ModelRunner, batch: int, sampling: SamplingParams) -> Iterator[Decoding]:
-    """Sequences that end with the block, also when it fails."""
+    """Yield sequences that end with the block, even if it fails."""
     running = Decoding(runner, batch, sampling)
     try:
         yield running
@@ -160,8 +162,10 @@ def decoding(runner: ModelRunner, batch: int, sampling: SamplingParams) -> Itera
 
 
 def read_prompt(runner: ModelRunner, ids: array[int], decode: int = 0) -> tuple[float, list[float]]:
-    """Reads one prompt in pieces of the step's budget and draws its first token: seconds of that,
-    then of each of `decode` decode steps of this one sequence."""
+    """Read one prompt in pieces of the step's budget, and sample its first token.
+
+    Returns the seconds of that, and of each of `decode` decode steps of this one sequence.
+    """
     budget = runner.config.max_step_tokens or len(ids)
     request = _request(0, [0], GREEDY)
     runner.run(StepPlan(admit=[Admission(request, key=0, slot=0, source=None, cached_tokens=0)]))
@@ -184,15 +188,17 @@ def read_prompt(runner: ModelRunner, ids: array[int], decode: int = 0) -> tuple[
 
 
 def random_prompt(length: int, vocab_size: int) -> array[int]:
-    """Token ids without the last of the vocabulary, which may end a text."""
+    """Return random token ids, without the last of the vocabulary, which may end a text."""
     return array("i", torch.randint(max(1, vocab_size - 1), (length,)).tolist())
 
 
 def engine_seconds(runner: ModelRunner, batch: int, tokens: int, sampling: SamplingParams) -> float:
-    """Seconds in which a whole Engine advances `batch` requests by a token: from when all prompts
-    (one token each) have been read until the first of the requests finishes, which have `tokens`
-    each, more than there are rounds until all prompts have been read. The runner's configuration
-    keeps nothing that was read (`share_slots` and `host_state_bytes` 0), for prompts may be alike.
+    """Return the seconds in which a whole Engine advances `batch` requests by a token.
+
+    The time is from when all prompts (one token each) have been read to the end of the first
+    request. Requests have `tokens` tokens each, more than there are rounds until all prompts have
+    been read. The runner's configuration keeps no states (`share_slots` and `host_state_bytes` 0),
+    because prompts may be equal.
 
     Raises WrongAnswerError unless every request gets all its tokens.
     """

@@ -14,7 +14,7 @@ from loadtest.lm_models import Work
 
 @dataclass
 class Decode:
-    """Decode steps of one batch, seconds a step."""
+    """Decode steps of one batch, in seconds per step."""
 
     batch: int
     steps: int = 1  # of a round of the runner, as it was measured first
@@ -32,7 +32,7 @@ class Decode:
 
 @dataclass
 class Prefill:
-    """Reading one prompt of so many tokens and drawing its first token."""
+    """Reading one prompt of `tokens` tokens and sampling its first token."""
 
     tokens: int
     seconds: float | None = None
@@ -46,9 +46,11 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether ours and the peer compute the same: of the tokens that ours drew greedily, how many
-    are the peer's best as well, and how far the others' logits are below that, in deviations of
-    the row's logits. Beyond `tolerance` that is no rounding any more."""
+    """Whether ours and the peer compute the same, for tokens that ours sampled greedily.
+
+    It counts how many are the peer's best tokens as well, and how far the logits of the others are
+    below that, in standard deviations of the row's logits. More than `tolerance` is not rounding.
+    """
 
     compared: int
     equal: int
@@ -86,26 +88,26 @@ class ModelFigures:
 
     @property
     def gemm_rate(self) -> float | None:
-        """FLOP per second: the best that any of the bare sequences reached; None without one."""
+        """FLOP per second of the best bare GEMM sequence; None without one."""
         rates = [self.decode_flops(row.batch) / row.gemm for row in self.decode if row.gemm]
         rates += [self.prefill_flops(row.tokens) / row.gemm for row in self.prefill if row.gemm]
         return max(rates, default=None)
 
     def decode_flops(self, batch: int) -> int:
-        """Of one step."""
+        """Return the FLOP of one decode step."""
         return batch * self.work.flops
 
     def prefill_flops(self, tokens: int) -> int:
-        """Of one prompt: only its last token needs the head."""
+        """Return the FLOP of one prompt; only its last token needs the head."""
         return tokens * (self.work.flops - self.work.head_flops) + self.work.head_flops
 
     def decode_limit(self, batch: int) -> float:
-        """The least seconds of a step: the weights have to be read, the products to be computed."""
+        """Return the least seconds of a step: weights to read, products to compute."""
         read = self.work.weight_bytes / self.read_rate
         return max(read, self.decode_flops(batch) / self.gemm_rate if self.gemm_rate else 0.0)
 
     def prefill_limit(self, tokens: int) -> float:
-        """The least seconds of a prompt, whose pieces each have to read the weights."""
+        """Return the least seconds of a prompt, each piece of which reads the weights."""
         pieces = -(-tokens // self.step_tokens)
         read = pieces * self.work.weight_bytes / self.read_rate
         return max(read, self.prefill_flops(tokens) / self.gemm_rate if self.gemm_rate else 0.0)
@@ -114,7 +116,7 @@ class ModelFigures:
         return next((row for row in self.decode if row.batch == batch), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Every figure, with the limits that follow from them."""
+        """Return every figure, with the limits that follow from them."""
         found = asdict(self)
         for row in found["decode"]:
             row["limit"] = self.decode_limit(row["batch"])

@@ -29,7 +29,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of the quickest kernel that only reads, from memory and no cache."""
+    """Return the bytes per second of the quickest kernel that only reads, from memory."""
     # Float32 numbers, on a CPU eight times the bytes of one of its caches: there may be several.
     count = 2**28 if device.type == "cuda" else _whole_rows(2 * last_level_cache())
     # What a GPU reads costs it power as weights do; a CPU has no quick way to make so many.
@@ -58,10 +58,12 @@ def _whole_rows(count: int) -> int:
 def gemm_sequence(
     model: LM, rows: int, head_rows: int, device: torch.device, seconds: float = 0.15
 ) -> float:
-    """Seconds of all matrix products of `model` for `rows` tokens, and the head's for `head_rows`
-    of them: a decode step has as many, a prompt has one. On a GPU they are repeated for about
-    `seconds`, as long as what is set beside them: a busy GPU soon takes more power than it may, and
-    slows down."""
+    """Return the seconds of all matrix products of `model` for `rows` tokens.
+
+    The head is computed for `head_rows` of them: for all in a decode step, for one in a prompt. On
+    a GPU the sequence is repeated for about `seconds`, as long as the figures that it is compared
+    with, because a busy GPU soon reaches its power limit and slows down.
+    """
     dtype = model.embedding.weight.dtype
     matrices = layer_matrices(model)
     inputs = {
@@ -80,7 +82,7 @@ def gemm_sequence(
 
 
 def _run(linears: list[Linear], operands: list[Tensor]) -> Tensor:
-    """Every product; the last one's result."""
+    """Compute every product; return the result of the last one."""
     for linear, operand in zip(linears, operands, strict=True):
         result = linear(operand)
     return result
@@ -98,14 +100,16 @@ def _head(model: LM) -> Linear:
 
 
 def packs_bf16() -> bool:
-    """Whether oneDNN takes packed bf16 weights on this processor."""
+    """Whether oneDNN accepts packed bf16 weights on this processor."""
     available = torch.backends.mkldnn.is_available()
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _packed(matrix: Tensor, rows: int) -> Linear:
-    """The product with weights in the blocked order that oneDNN likes best for so many rows, as
-    torch's compiler lays out weights that it may take for constants."""
+    """Return the product with weights in the blocked order that oneDNN prefers for `rows` rows.
+
+    torch's compiler does the same with weights that it may treat as constants.
+    """
     reordered = torch.ops.mkldnn._reorder_linear_weight(matrix.detach(), rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
 

@@ -49,7 +49,7 @@ _CONTEXT_STEPS = 16
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure. `seconds` is about what one figure may take, where a few calls fit in it."""
+    """What to measure; one figure takes about `seconds`, if a few calls fit in it."""
 
     parts: Sequence[str]
     batches: Sequence[int]
@@ -60,8 +60,10 @@ class Asked:
 
 
 def typical(sample: Callable[[], float], seconds: float) -> float:
-    """Median of what `sample` returns, after one call that does not count; of three at least, but
-    a call that alone takes longer than `seconds` is not repeated."""
+    """Return the median of what `sample` returns, after one call that does not count.
+
+    There are at least three calls, but a call that takes longer than `seconds` is not repeated.
+    """
     start = perf_counter()
     found = [sample()]
     if perf_counter() - start > seconds:
@@ -74,13 +76,13 @@ def typical(sample: Callable[[], float], seconds: float) -> float:
 
 
 def reason(failure: Exception) -> str:
-    """One short line."""
+    """Return the reason of a failure as one short line."""
     first = (str(failure).strip() or "no message").splitlines()[0]
     return f"{type(failure).__name__}: {first}"[:100]
 
 
 class _Rows:
-    """Fills figures one by one, each unless time is up; a failure becomes the row's note."""
+    """Fills figures one by one until time is up; a failure becomes the row's note."""
 
     def __init__(self, budget: Budget, device: torch.device) -> None:
         self._budget, self._device = budget, device
@@ -97,8 +99,10 @@ class _Rows:
 
 
 def fitting(batches: Iterable[int], figures: ModelFigures, vocab: int, free: int) -> list[int]:
-    """The batches whose states, logits and what sampling makes of them fit in half of `free`
-    bytes; the rest would measure the allocator."""
+    """Return the batches whose states, logits and sampling fit in half of `free` bytes.
+
+    Larger ones would measure the allocator.
+    """
     row = figures.work.state_bytes + 40 * vocab
     return [batch for batch in batches if batch * row <= free // 2]
 
@@ -111,9 +115,11 @@ def measure(
     budget: Budget,
     known: ModelFigures | None = None,
 ) -> None:
-    """Fills `figures` of a warm runner. `model` has the same weights, unquantised. `known` are
-    figures of the same model with other weights, or where it is not deterministic, whose limits and
-    peers are taken over."""
+    """Fill the `figures` of a warm runner.
+
+    `model` has the same weights, unquantised. `known` are figures of the same model with other
+    weights, or without deterministic mode; its limits and peers are copied.
+    """
     device = torch.device(runner.info.device)
     rows = _Rows(budget, device)
     figures.decode = [Decode(batch) for batch in asked.batches if batch <= runner.info.slots]
@@ -179,7 +185,7 @@ def _runner_step(runner: ModelRunner, row: Decode, asked: Asked, sampling: Sampl
 def _engine_step(
     runner: ModelRunner, row: Decode, step: float, asked: Asked, sampling: SamplingParams
 ) -> float:
-    """`step`: the runner's."""
+    """Return the seconds of a whole engine's step; `step` is the runner's."""
     # Where rounds overlap, sequences begin one after the other.
     least = 4 + (row.batch // 16 if runner.overlaps else 0)
     tokens = max(least, min(2048, int(asked.seconds / 3 / step)))
@@ -237,7 +243,7 @@ def _take_over(figures: ModelFigures, known: ModelFigures) -> None:
 
 
 def _agreement(figures: ModelFigures, runner: ModelRunner, model: LM) -> Agreement | None:
-    """Ours decodes greedily, the peer reads the same tokens; None without a batch to do it with."""
+    """Decode greedily, and let the peer read the same tokens; None without a batch for it."""
     if not figures.decode:
         return None
     batch = min(16, max(row.batch for row in figures.decode))
@@ -272,7 +278,7 @@ def _peers(
 
 
 def _peer_step(model: LM, batch: int, asked: Asked) -> float:
-    """Seconds a step, its tokens on the host after every few, as many on all batches."""
+    """Return the seconds of the peer's step; its tokens reach the host every few steps."""
     peer = Decoder(model, batch, asked.peer)
 
     def sample() -> float:

@@ -55,7 +55,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Subject:
-    """One model to measure. `size` is a key of SIZES, or None for a checkpoint of someone's."""
+    """One model to measure; `size` is a key of SIZES, or None for a checkpoint."""
 
     name: str
     size: str | None
@@ -65,7 +65,7 @@ class Subject:
 
 
 def size_config(size: str, cell: CellName, dtype: DtypeName) -> ModelConfig:
-    """The shape that the size's name stands for. Raises KeyError for a name not in SIZES."""
+    """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
     return ModelConfig(cell=cell, dtype=dtype, mlp_ratio=4.0, **SIZES[size])
 
 
@@ -73,10 +73,10 @@ def size_config(size: str, cell: CellName, dtype: DtypeName) -> ModelConfig:
 def random_model(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LM:
-    """A model with random weights, drawn where they are to be.
+    """Return a model with random weights, drawn on the device.
 
-    Every linear map keeps the variance of its input, maps that end a residual branch divide it by
-    the number of branches. Their rows have the mean 0: hidden states and GELU's outputs have a
+    Every linear map keeps the variance of its input; maps that end a residual branch divide it by
+    the number of branches. Their rows have mean 0, because hidden states and GELU's outputs have a
     large common mean, which would otherwise give every token the same logits.
     """
     with torch.device("meta"):
@@ -101,11 +101,12 @@ def random_model(
 
 @contextmanager
 def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -> Iterator[Subject]:
-    """The model of that name as a checkpoint folder, and in memory with weights of `dtype`; what
-    was made goes at the end. A checkpoint has the cell that it has.
+    """Yield the named model as a checkpoint folder, and in memory with weights of `dtype`.
 
-    Raises CheckpointError for a name that is neither a size nor a checkpoint, ValueError for a
-    checkpoint of quantised weights, which peers cannot compute with.
+    A folder that was made is removed at the end. A checkpoint keeps its own cell.
+
+    Raises CheckpointError for a name that is neither a size nor a checkpoint, and ValueError for a
+    checkpoint of quantised weights, with which peers cannot compute.
     """
     if name not in SIZES:
         folder = loader.resolve(name)
@@ -127,7 +128,7 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
 
 
 def _room_for(size: int) -> str | None:
-    """Memory where it has the room, since disks are slow; None for the usual place."""
+    """Return a folder in memory if it has the room, since disks are slow; None: the default."""
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > size:
         return str(_SHARED_MEMORY)
     return None
@@ -135,7 +136,7 @@ def _room_for(size: int) -> str | None:
 
 @dataclass(frozen=True)
 class Work:
-    """What one decode step of a model has to do at least."""
+    """The least work of one decode step of a model."""
 
     parameters: int
     weight_bytes: int  # read once per step, whatever the batch: all but an untied embedding
@@ -144,14 +145,14 @@ class Work:
     head_flops: int  # of these, the head's
 
     def step_bytes(self, batch: int) -> int:
-        """Weights read, and states read and written."""
+        """Return the bytes of weights read, and of states read and written."""
         return self.weight_bytes + 2 * batch * self.state_bytes
 
 
 def work(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> Work:
-    """The work of a model of that shape with weights of `dtype`, quantised or not.
+    """Return the work of a model of this config with weights of `dtype`, quantised or not.
 
-    Raises ValueError when this version knows no such quantisation.
+    Raises ValueError if this version does not know the quantisation.
     """
     full = _meta(config)
     parameters = sum(weight.numel() for weight in full.parameters())
@@ -179,18 +180,19 @@ def _meta(config: ModelConfig) -> LM:
 
 
 def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of a stored tensor in a model whose plain weights are of `dtype`; quantised weights
-    keep their own type, and so do their scales."""
+    """Return the bytes of a stored tensor, in a model whose plain weights are of `dtype`.
+
+    Quantised weights and their scales keep their own types.
+    """
     plain = tensor.dtype == torch.float32 and not name.endswith("scale")
     return tensor.numel() * (dtype.itemsize if plain else tensor.dtype.itemsize)
 
 
 def layer_matrices(model: LM) -> list[Tensor]:
-    """The weights [out, in] of all linear maps in the order in which a token meets them; without
-    the head."""
+    """Return the weights [out, in] of all linear maps except the head, in order of use."""
     return [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
 
 
 def head_matrix(model: LM) -> Tensor:
-    """[vocab, d_model]."""
+    """Return the head's weights [vocab, d_model]."""
     return model.embedding.weight if model.head is None else model.head.weight

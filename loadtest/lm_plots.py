@@ -14,9 +14,9 @@ Rows = list[dict[str, Any]]
 
 
 def engine_png(path: Path, data: dict[str, Any]) -> None:
-    """Draws what loadtest.engine saves; a panel for each of the three that has figures.
+    """Draw what loadtest.engine saves: up to three panels, those that have figures.
 
-    A colour is a model. Raises ValueError without a figure to draw.
+    Each model has one colour. Raises ValueError if there is no figure to draw.
     """
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def _label(model: dict[str, Any]) -> str:
 
 
 def _roofline(axis: Any, models: Rows, data: dict[str, Any]) -> None:
-    """FLOP/s of the runner against FLOP per byte, under the two limits of the run."""
+    """Plot FLOP/s of the runner against FLOP per byte, under the two limits of the run."""
     read = data["read_bytes_per_second"]
     ends: list[float] = []
     for index, model in enumerate(models):
@@ -99,13 +99,13 @@ def _roofline(axis: Any, models: Rows, data: dict[str, Any]) -> None:
 def _curve(
     axis: Any, color: str, style: tuple[Any, str | None], x: list[int], y: list[float]
 ) -> None:
-    """One model's figures, in its own colour."""
+    """Plot one model's figures in its colour."""
     line, marker = style
     axis.plot(x, y, color=color, linestyle=line, marker=marker, markersize=4, linewidth=1.2)
 
 
 def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
-    """Tokens/s of runner, engine, sampled decoding, the peer and the limit against the batch."""
+    """Plot tokens/s of runner, engine, sampling, peer and limit against the batch."""
     styles = {
         "greedy": ("-", "o", "runner, greedy"),
         "sampled": ("--", "x", "runner, sampled"),
@@ -133,7 +133,7 @@ def _throughput(axis: Any, models: Rows, data: dict[str, Any]) -> None:
 
 
 def _context(axis: Any, models: Rows, data: dict[str, Any]) -> None:
-    """Seconds of a token, read or written, against the length of what was read before."""
+    """Plot seconds per token, read or written, against the length of the context."""
     styles = {
         "next_step": ("-", "o", "next token, batch 1"),
         "seconds": ("--", "x", "prompt token"),
@@ -157,7 +157,7 @@ def _context(axis: Any, models: Rows, data: dict[str, Any]) -> None:
 
 
 def _mark(axis: Any, values: list[int]) -> None:
-    """Labels just what was measured on the logarithmic axis."""
+    """Label only the measured values on the logarithmic axis."""
     places = sorted(set(values))
     axis.set_xticks(places, [f"{place:,}" for place in places])
     axis.minorticks_off()

@@ -10,7 +10,7 @@ from loadtest.report import print_table
 
 
 def print_model(figures: ModelFigures) -> None:
-    """What was measured of one model."""
+    """Print the figures of one model."""
     work = figures.work
     read = 1000 * work.weight_bytes / figures.read_rate
     gemm = "" if figures.gemm_rate is None else f"; GEMM {figures.gemm_rate / 1e12:,.2f} TFLOP/s"
@@ -35,7 +35,7 @@ def print_model(figures: ModelFigures) -> None:
 
 
 def print_decode(figures: ModelFigures) -> None:
-    """Tokens/s and their relations by batch."""
+    """Print tokens/s and their ratios by batch."""
     rows = figures.decode
     print_columns(
         f"{figures.label}: decode",
@@ -68,7 +68,7 @@ def print_decode(figures: ModelFigures) -> None:
 
 
 def print_prefill(figures: ModelFigures) -> None:
-    """One prompt by its length, and what a token costs after it."""
+    """Print the time of one prompt by its length, and of a token after it."""
     rows = figures.prefill
     print_columns(
         f"{figures.label}: prefill of one prompt",
@@ -91,7 +91,7 @@ def print_prefill(figures: ModelFigures) -> None:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Every bar that applies, with its result."""
+    """Print every bar that applies, with its result."""
     print_columns(
         "bars",
         {
@@ -106,7 +106,7 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 
 def print_columns(title: str, columns: dict[str, list[str]]) -> None:
-    """A table of the columns that any row fills."""
+    """Print a table of the columns for which any row has a value."""
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     print_table(title, list(filled), list(zip(*filled.values(), strict=True)))
 
@@ -134,7 +134,7 @@ def _times(value: float | None, unit: float | None) -> str:
 
 
 def _remarks(row: Decode | Prefill) -> str:
-    """Each reason once, with the figures that it kept."""
+    """Return each reason once, with the figures that are missing because of it."""
     reasons: dict[str, list[str]] = {}
     for name, reason in row.notes.items():
         reasons.setdefault(reason, []).append(name)

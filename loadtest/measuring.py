@@ -14,7 +14,7 @@ Figures = dict[str, Any]  # one row: what was measured, or "failed" and the reas
 
 @dataclass(frozen=True)
 class Precision:
-    """Type of weights and activations; whether float32 matrix products may round to TF32."""
+    """Type of weights and activations, and whether float32 products may round to TF32."""
 
     dtype: torch.dtype
     tf32: bool = False
@@ -30,7 +30,7 @@ PRECISIONS = {
 
 @contextmanager
 def in_force(precision: Precision) -> Iterator[None]:
-    """Sets TF32 alike for cuBLAS and cuDNN, whose defaults differ, and puts back what was set."""
+    """Set TF32 alike for cuBLAS and cuDNN, whose defaults differ, and restore it at the end."""
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
@@ -42,7 +42,7 @@ def in_force(precision: Precision) -> Iterator[None]:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """The most device memory a call holds above what is allocated before it; None on the CPU."""
+    """Return the most device memory that a call allocates at a time; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -54,7 +54,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def reported(measure: Callable[[], Figures], device: torch.device) -> Figures:
-    """What `measure` returns, or {"failed": reason}: no row, out of memory or not, ends a run."""
+    """Return what `measure` returns, or {"failed": reason}, so that no row ends a run."""
     try:
         found = measure()
     except Exception as failure:

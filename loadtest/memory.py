@@ -18,7 +18,7 @@ from loadtest.with_httpx import httpx
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and all its descendants, in bytes (Linux)."""
+    """Return the resident memory of a process and all its descendants, in bytes (Linux)."""
     children: dict[int, list[int]] = {}
     resident: dict[int, int] = {}
     for folder in Path("/proc").iterdir():

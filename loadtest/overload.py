@@ -50,14 +50,14 @@ class Memory(threading.Thread):
             self.seen.append(self._subject.memory(self._pids))
 
     def growth(self) -> float:
-        """MiB at the end over a third into the time, when all that fills once is full."""
+        """MiB at the end, less those after a third of the time, when all caches are full."""
         self._over.set()
         self.join()
         return self.seen[-1] - self.seen[len(self.seen) // 3] if self.seen else float("nan")
 
 
 def load(subject: Subject, args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """One run of the HTTP load test."""
+    """Run the HTTP load test once and return its summary."""
     lengths = ["--prompt-length", args.prompt_length, "--output-length", args.output_length]
     asked = ["--url", subject.url, "--timeout", "300", *lengths, *options]
     summary, _ = measure(parser().parse_args(asked))
@@ -65,7 +65,7 @@ def load(subject: Subject, args: argparse.Namespace, *options: str) -> dict[str,
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """All figures. Raises RuntimeError where the server does not start."""
+    """Return all figures. Raises RuntimeError if the server does not start."""
     settings = {
         "max_slots": args.slots,
         "max_waiting": args.waiting,
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """What was seen, the bar, and whether it is reached."""
+    """Return the rows of what was measured, the bar, and whether it is reached."""
     peak, over = found["peak"], found["overload"]
     normal, after = found["normal"], found["after"]
     refusal = over["latency_ms"].get("refusal", {}).get("p99", float("nan"))
@@ -124,8 +124,10 @@ def judge(found: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 where a request got no answer or is left in flight: other bars are of this
-    machine's time and memory."""
+    """Return 1 if a request got no answer or is left in flight, else 0.
+
+    The other bars depend on this machine's speed and memory, so they do not affect the exit code.
+    """
     options = command_line("overload", __doc__)
     options.add_argument("--times", type=float, default=5.0, help="of the peak's rate")
     options.add_argument("--seconds", type=float, default=60.0, help="of the overload")

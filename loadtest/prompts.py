@@ -9,7 +9,7 @@ from service.terminal.bench.prompts import Text
 
 
 class Prompts:
-    """An endless supply of prompts of `least` to `most` characters; the same for the same seed."""
+    """An endless sequence of prompts of `least` to `most` characters; the same for a seed."""
 
     def __init__(self, data: Path | None, least: int, most: int, seed: int) -> None:
         if not 1 <= least <= most:

@@ -37,7 +37,7 @@ ALLOWED = 0.01  # nats per token, of either loss
 
 @dataclass(frozen=True)
 class Row:
-    """One way to hold a model's weights; losses in nats per token."""
+    """One way to store a model's weights; losses are in nats per token."""
 
     model: str
     weights: str
@@ -52,7 +52,7 @@ class Row:
 def measure(
     folder: Path, name: str, ids: Tensor, kind: Quantization | None, dtype: DtypeName
 ) -> Row:
-    """`ids` [tokens] is the test text, on the device that computes."""
+    """Measure a model; `ids` [tokens] is the test text, on the device that computes."""
     model, _ = load_model(folder, ids.device, dtype, kind)
     errors = (None, None) if kind is None else _weight_errors(folder, model, kind)
     return Row(
@@ -68,7 +68,7 @@ def measure(
 
 
 def _weight_errors(folder: Path, model: LM, kind: Quantization) -> tuple[float, float]:
-    """The relative error of the model's quantised matrices, and of plain abs-max scales."""
+    """Return the relative errors of the model's quantised matrices, and of abs-max scales."""
     exact = load_model(folder, "cpu", "float32")[0].state_dict()
     quantized = model.state_dict()
     total = error = plain = 0.0
@@ -83,7 +83,7 @@ def _weight_errors(folder: Path, model: LM, kind: Quantization) -> tuple[float, 
 
 
 def _test_ids(data: Path, folder: Path) -> Tensor:
-    """The test part of the text's token ids, as the trainer splits them."""
+    """Return the test part of the text's token ids, as the trainer splits them."""
     vocab = load_config(folder).vocab_size
     ids = load_tokenizer(folder, vocab).encode(data.read_text(encoding="utf-8"), marks=False)
     whole = torch.frombuffer(ids, dtype=torch.int32)

@@ -39,7 +39,7 @@ _MARKERS = "os^DvPX*<>"
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they are written; the default behind each option that has a plain one."""
+    """Keeps descriptions as they are, and adds plain defaults to the help of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help
@@ -50,18 +50,18 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m loadtest.NAME`, whose description is the module's docstring."""
+    """Return the parser of `python -m loadtest.NAME`; `doc` is the module's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m loadtest.{name}", description=doc, formatter_class=_Format
     )
 
 
 def roofline_png(path: Path, data: dict[str, Any]) -> None:
-    """Draws achieved GB/s of ideal bytes against traffic, from the figures that loadtest.kernels
-    saves: one panel per case, with the copy ceiling and the element-wise rate of the same run.
+    """Draw achieved GB/s of ideal bytes against traffic, as loadtest.kernels saves them.
 
+    There is one panel per case, with the copy ceiling and the element-wise rate of the same run.
     Colours are operators, markers are shapes, filled markers are two-byte types. Raises ValueError
-    without a figure to draw.
+    if there is no figure to draw.
     """
     from matplotlib.figure import Figure
 
@@ -127,7 +127,7 @@ def _draw_panel(axis: Any, rows: list[dict[str, Any]], markers: dict[str, str]) 
 def redraw(
     script: str, draw: Callable[[Path, dict[str, Any]], None], argv: list[str] | None
 ) -> int:
-    """The command line that draws what `script` saved with --json."""
+    """Run the command line that draws what `script` saved with --json."""
     options = argparse.ArgumentParser(description=f"Draws saved figures of {script}.")
     options.add_argument("figures", type=Path, help=f"a file that --json of {script} wrote")
     options.add_argument("--png", type=Path, required=True, help="the picture to write")

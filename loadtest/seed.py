@@ -43,10 +43,10 @@ QUICK = SeedSizes(32, 48, (256,), 2**16)
 def measure_seed(
     sizes: SeedSizes, tokens: int, precision: Precision, ceiling: float, device: torch.device
 ) -> Figures:
-    """Seconds of the seed layer over one sequence, and of its matrix products and bytes alone.
+    """Return the seconds of the seed layer, and of its matrix products and bytes alone.
 
-    `ceiling` is the copy rate in bytes per second. Raises RuntimeError where the layer cannot run
-    or its output is not finite.
+    `ceiling` is the copy rate in bytes per second. Raises RuntimeError if the layer cannot run or
+    its output is not finite.
     """
     torch.manual_seed(0)
     config = ModelConfig(
@@ -87,7 +87,7 @@ def measure_seed(
 
 
 def seed_row(figures: Figures) -> list[str]:
-    """A row of the seed benchmark's table."""
+    """Return a row of the seed benchmark's table."""
     tokens = figures["tokens"]
     head = [f"{tokens:,}", figures["precision"]]
     published = [
@@ -105,7 +105,7 @@ def seed_row(figures: Figures) -> list[str]:
 def run_seed(
     sizes: SeedSizes, names: list[str], device: torch.device, budget: Budget
 ) -> list[Figures]:
-    """Measures and prints the seed benchmark; the first entry of the result is the copy rate."""
+    """Measure and print the seed benchmark; the first entry of the result is the copy rate."""
     ceiling = reported(lambda: {"rate": copy_bandwidth(device, sizes.copy_bytes)}, device)
     rows: list[Figures] = []
     for name in names:

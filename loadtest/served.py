@@ -16,13 +16,13 @@ from service.settings import Settings
 
 
 def main(argv: list[str]) -> int:
-    """The server's exit code."""
+    """Run the server and return its exit code."""
     factory, settings = argv
     return serve(Settings(**json.loads(settings)), engine=factory)
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port on which nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port

@@ -52,7 +52,7 @@ LEAST_TOKENIZER = 1000  # tokens; bytes alone are 256, and smaller models answer
 
 
 def engine_alone(runner: ModelRunner, args: argparse.Namespace) -> float:
-    """Tokens per second of all slots."""
+    """Return the tokens per second of the engine, over all slots."""
 
     sampling = msgspec.structs.replace(GREEDY, logprobs=args.logprobs)
     tokens = TOKENS_ALONE[torch.device(args.device).type]
@@ -64,7 +64,7 @@ def engine_alone(runner: ModelRunner, args: argparse.Namespace) -> float:
 
 
 def peer_alone(model: Any, args: argparse.Namespace) -> float:
-    """Tokens per second of PyTorch."""
+    """Return the tokens per second of PyTorch."""
     decoder = Decoder(model, PEER_ROWS, "compile" if args.device == "cpu" else "graph")
 
     def steps() -> float:
@@ -79,7 +79,7 @@ def peer_alone(model: Any, args: argparse.Namespace) -> float:
 
 
 def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The load test's summary."""
+    """Return the summary of the load test over HTTP."""
     settings: dict[str, Any] = {
         "model": str(folder),
         "device": args.device,
@@ -113,7 +113,7 @@ def over_http(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def checks(
     args: argparse.Namespace, summary: dict[str, Any], engine: float, peer: float | None
 ) -> list[list[str]]:
-    """Rows of what was measured, bar and result."""
+    """Return rows of figure, bar and result."""
     rate = float(summary["tokens_per_second"])
     rows = []
 
@@ -132,7 +132,7 @@ def checks(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where every request was answered: the bars are of this machine's time."""
+    """Return 0 if every request was answered; the bars depend on the machine's speed."""
     options = command_line("share", __doc__)
     options.add_argument("--model", choices=list(SIZES), default="113m", help="with random weights")
     options.add_argument(

@@ -29,7 +29,7 @@ BEGIN, END = 0.2, 0.85  # the part of a run that counts: slots fill up at first,
 
 
 class GpuRunner(MockRunner):
-    """Takes an H100's time, and a host's that is `slower` times as slow as a quick one."""
+    """A mock of an H100, and of a host that is `slower` times as slow as a quick one."""
 
     def __init__(self, clock: Clock, slower: float) -> None:
         super().__init__(SLOTS, STEP, True, clock, MOST_HOST_BYTES)
@@ -44,7 +44,7 @@ class GpuRunner(MockRunner):
 
 
 class TimedMailbox(PostingMailbox):
-    """Notes when how many tokens had come."""
+    """A PostingMailbox that records the times at which tokens arrive."""
 
     def __init__(self, posts: list[bytes], at_once: int, clock: Clock) -> None:
         super().__init__(posts, at_once)
@@ -58,8 +58,10 @@ class TimedMailbox(PostingMailbox):
 
 
 def used(slower: float, turns: int) -> float:
-    """Which part of the tokens/s that decoding alone would bring come with prompts that are read,
-    by a host that is `slower` times as slow; `turns` requests a slot."""
+    """Return the share of the decode-only tokens/s that is reached when prompts are read as well.
+
+    The host is `slower` times as slow as a quick one; there are `turns` requests per slot.
+    """
     clock = Clock(slower)
     mailbox = TimedMailbox(posts(turns * SLOTS // POST), 2 * SLOTS // POST, clock)
     EngineLoop(Engine(GpuRunner(clock, slower), clock.latest), mailbox).run()

@@ -22,13 +22,13 @@ LOOK = 0.05
 
 
 class Subject:
-    """`minserve serve` with these settings, or the same with an engine of another `factory`."""
+    """`minserve serve` with these settings, or with an engine of another `factory`."""
 
     def __init__(
         self, factory: str = "engine.engine:Engine.load", stdout: IO[bytes] | int | None = None,
         before: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
-        """`before` is called in the new process before it becomes the server."""
+        """Create it without starting; `before` runs in the new process, before the server."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         fields = {"port": port, "device": "cpu", "threads": 1, "log_level": "error", **settings}
@@ -51,12 +51,12 @@ class Subject:
             self.process.wait()
 
     async def started(self) -> None:
-        """Returns when it is ready. Raises RuntimeError where it never is."""
+        """Return when it is ready. Raises RuntimeError if it never is."""
         if await self._ready(START_SECONDS) is None:
             raise RuntimeError("the server did not become ready")
 
     async def _ready(self, patience: float) -> float | None:
-        """Seconds until it is ready, None where it has ended or is not in time."""
+        """Return the seconds until it is ready; None if it has ended or is not in time."""
         begun = time.monotonic()
         async with httpx.AsyncClient(timeout=5) as client:
             while time.monotonic() - begun < patience and self.process.poll() is None:
@@ -69,7 +69,7 @@ class Subject:
         return None
 
     async def state(self) -> str:
-        """What has become of it: ended with which code, or ready again after how long."""
+        """Return its state: its exit code, or after how many seconds it was ready again."""
         seconds = await self._ready(RETURN_SECONDS)
         if seconds is not None:
             return f"ready after {seconds:.1f} s" if seconds > 2 * LOOK else "ready"
@@ -77,7 +77,7 @@ class Subject:
         return "not ready" if code is None else f"exit code {code}"
 
     async def held(self) -> dict[str, float]:
-        """Requests and slots, as its metrics tell. Raises httpx.HTTPError."""
+        """Return requests and slots in use, by its metrics. Raises httpx.HTTPError."""
         async with httpx.AsyncClient(timeout=10) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         found = {}
@@ -87,7 +87,10 @@ class Subject:
         return found
 
     async def idle(self, slots: float) -> float | None:
-        """Seconds until no request is held, and at most so many slots; None: not in time."""
+        """Return the seconds until nothing is in flight; None if it is not in time.
+
+        At most `slots` slots may still be in use.
+        """
         begun = time.monotonic()
         while time.monotonic() - begun < RETURN_SECONDS:
             try:
@@ -101,8 +104,10 @@ class Subject:
         return None
 
     def engine(self) -> int:
-        """The engine's process, of several the first one's. Raises RuntimeError where there is
-        none."""
+        """Return the engine's process id; of several engines, the first one's.
+
+        Raises RuntimeError if there is none.
+        """
         for pid in _descendants(self.process.pid):
             if b"engine.worker" in _read(pid, "cmdline"):
                 return pid
@@ -112,11 +117,11 @@ class Subject:
         os.kill(self.engine(), number)
 
     def processes(self) -> list[int]:
-        """Its process and what it has started."""
+        """The process ids of the server and of all that it has started."""
         return [self.process.pid, *_descendants(self.process.pid)]
 
     def memory(self, pids: list[int] | None = None) -> float:
-        """MiB that these processes hold (all)."""
+        """Return the memory of these processes, by default all, in MiB."""
         pages = 0
         for pid in self.processes() if pids is None else pids:
             fields = _read(pid, "statm").split()

@@ -46,8 +46,11 @@ class WrongOutputError(RuntimeError):
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call; `method` is "graph", "events" (a GPU call that could not be
-    captured: short ones include their launch) or "clock" (CPU); `runs` is the median's count."""
+    """Median seconds of one call over `runs` runs.
+
+    `method` is "graph", "events" (a GPU call that could not be captured; short ones include their
+    launch) or "clock" (CPU).
+    """
 
     seconds: float
     method: str
@@ -57,8 +60,11 @@ class Timing:
 def seconds_per_call(
     calls: Sequence[Call], device: torch.device, *, repeat: int = 20, warm: int = 3
 ) -> float:
-    """Median seconds of one call. `calls` do the same work on different inputs, taken in turn:
-    together they should exceed the caches. On CUDA measured by events, else by the host clock."""
+    """Return the median seconds of one call.
+
+    `calls` do the same work on different inputs, taken in turn; together they should exceed the
+    caches. Measured by events on CUDA, else by the host's clock.
+    """
     for index in range(warm * len(calls)):
         calls[index % len(calls)]()
     if device.type != "cuda":
@@ -88,7 +94,7 @@ def graph_seconds_per_call(
     repeat: int = 20,
     budget: float = 4.0,
 ) -> Timing:
-    """Median seconds of one call without its launch from Python, its outputs checked.
+    """Return the median seconds of one call without its launch from Python.
 
     Args:
         calls: the same work on different buffers (see `rotation`), taken in turn. What a call
@@ -134,7 +140,7 @@ def _check_poisoned(call: Call) -> None:
 
 
 def _seconds_once(call: Call, device: torch.device) -> float:
-    """Seconds of one call on a GPU with everything around it, for planning only."""
+    """Return the seconds of one call on a GPU with everything around it, for planning only."""
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     call()
@@ -145,7 +151,7 @@ def _seconds_once(call: Call, device: torch.device) -> float:
 def _replay_seconds(
     calls: Sequence[Call], device: torch.device, launches: int, repeat: int
 ) -> float:
-    """Median seconds of one replay of a graph of `launches` calls."""
+    """Return the median seconds of one replay of a graph of `launches` calls."""
     kept: deque[object] = deque(maxlen=len(calls))
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream(device)
@@ -177,8 +183,11 @@ def _replay_seconds(
 
 
 def _mend_after_capture(stream: torch.cuda.Stream) -> None:
-    """A capture that broke off leaves its own stream current and the random generator capturing,
-    and either would fail what follows: back to `stream`, and to a generator's new state."""
+    """Restore stream and random generator after a capture that failed.
+
+    It leaves its own stream current and the generator in capture mode, either of which would make
+    later work fail. Sets `stream`, and a new state of the generator.
+    """
     torch.cuda.set_stream(stream)
     fresh = torch.Generator(stream.device).manual_seed(1)
     torch.cuda.default_generators[stream.device_index].graphsafe_set_state(fresh)
@@ -193,7 +202,7 @@ def _tensors(result: object) -> Iterator[Tensor]:
 
 
 def check_finite(result: object) -> None:
-    """Raises WrongOutputError if a tensor of `result` holds NaN or infinity."""
+    """Raise WrongOutputError if a tensor of `result` holds NaN or infinity."""
     for tensor in _tensors(result):
         if not tensor.is_floating_point():
             continue
@@ -207,8 +216,10 @@ def check_finite(result: object) -> None:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Within it, uninitialised memory that torch hands out is NaN: an element that an operator
-    never writes is seen. (torch does this for its deterministic mode.)"""
+    """Let torch fill uninitialised memory with NaN, to detect elements never written.
+
+    (torch does this for its deterministic mode.)
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -219,14 +230,16 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def rotation(size: int, device: torch.device, most: int = 50) -> int:
-    """How many sets of buffers of `size` bytes to rotate so that caches do not answer, as far as
-    half of the free memory holds them; at least one."""
+    """Return how many sets of buffers of `size` bytes to rotate so that caches are useless.
+
+    At most as many as half of the free memory holds; at least one.
+    """
     footprint = FOOTPRINT if device.type == "cuda" else 4 * last_level_cache()
     return max(1, min(most, -(-footprint // size), available_memory(device) // (2 * size)))
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back what the last case held."""
+    """Free what the last case held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -238,7 +251,7 @@ def keeps_freed_memory() -> bool:
 
 
 def restart_keeping_memory() -> None:
-    """CPU: starts this process again with a C library that keeps freed blocks, once.
+    """Restart this process once with a C library that keeps freed blocks (CPU).
 
     A call that allocates its output then gets the pages of the last one instead of fresh ones from
     the kernel, which cost several times the call itself and which a copy into existing memory does
@@ -253,7 +266,7 @@ def restart_keeping_memory() -> None:
 
 
 def last_level_cache() -> int:
-    """Bytes of the CPU's largest cache; 32 MiB where the machine does not say."""
+    """Return the bytes of the CPU's largest cache; 32 MiB if they are unknown."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -264,7 +277,7 @@ def last_level_cache() -> int:
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second of a large copy, read and written bytes both counted."""
+    """Return the bytes per second of a large copy, counting bytes read and written."""
     count = max(2, -(-256 * 2**20 // size)) if device.type == "cuda" else 4
     pairs = [
         (torch.randn(size // 4, device=device), torch.empty(size // 4, device=device))

@@ -144,6 +144,31 @@ def test_every_file_states_its_idea() -> None:
             assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
 
 
+# Beginnings that refer to something that the reader has not seen, or leave a sentence unfinished.
+RIDDLES = (
+    "Also ", "As ", "At ", "For ", "It ", "Its ", "Likewise", "None ", "Nothing ", "Of ",
+    "Raises ", "Same ", "So ", "That ", "The same", "These ", "Those ", "Until ", "Up to ",
+    "What of", "Where ", "Which ", "Who ", "Whose ", "With ", "Within ", "Without ",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ["engine", "loadtest", "service"])
+def test_docstrings_begin_with_a_line_that_stands_alone(package: str) -> None:
+    wrong = []
+    for path in _sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                continue
+            first, *rest = (ast.get_docstring(node) or ".").split("\n")
+            whole = first.endswith((".", ":")) and not (rest and rest[0])
+            if not whole or first.startswith(RIDDLES):
+                name = getattr(node, "name", "the file")
+                wrong.append(f"{path.relative_to(ROOT)}: {name}: {first}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_top_level_holds_only_what_the_design_names() -> None:
     listed = subprocess.run(
         ["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -130,7 +130,7 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def most_of_one(self, owner: str, ids: Iterable[str]) -> int:
-        """Return the most requests that one engine gets, one for each of these named states."""
+        """Return the most requests that one engine gets; `ids`: the named state of each request."""
 
     @abstractmethod
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:

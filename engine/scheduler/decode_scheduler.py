@@ -44,7 +44,7 @@ LEAST_ALIVE = 0.75  # part of a batch's rows; if fewer are in use, a smaller bat
 
 
 class BatchKind(Enum):
-    """Which sequences a plan serves: those it reads prompts of and decodes."""
+    """The sequences that a plan serves: those whose prompts it reads, and those that decode."""
 
     PLAIN = auto()  # sequences for which the device samples
     HOSTED = auto()  # sequences for which the host takes part in sampling

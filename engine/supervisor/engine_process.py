@@ -37,7 +37,7 @@ class EngineProcess:
 
     @property
     def rank(self) -> int:
-        """Its number among the engines that serve together."""
+        """The engine's number among those that serve together, from 0."""
         return self.config.rank
 
     @property

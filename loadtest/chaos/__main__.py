@@ -1,4 +1,4 @@
-"""python -m loadtest.chaos"""
+"""Run `python -m loadtest.chaos`."""
 
 from loadtest.chaos.command import main
 

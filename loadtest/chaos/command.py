@@ -22,7 +22,7 @@ COLUMNS: tuple[Verdict, ...] = ("answered", "refused", "failed", "no server", *W
 
 @dataclass(frozen=True)
 class Finding:
-    """What was seen in one scenario."""
+    """The result of one scenario."""
 
     name: str
     verdicts: dict[Verdict, int]
@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def good(self) -> bool:
-        """Every request ended in one answer, and what it held came back, if it lived."""
+        """Whether every request had one end and, if the server lived, nothing stayed held."""
         ended = not any(self.verdicts.get(verdict) for verdict in WRONG)
         gone = self.server.startswith("exit code") and self.server != "exit code 0"
         returned = self.server.startswith("ready") and self.idle_after is not None
@@ -41,7 +41,7 @@ class Finding:
 
 
 async def run(scenario: Scenario, users: int) -> Finding:
-    """Raises RuntimeError where the server does not start."""
+    """Run a scenario and return its result. Raises RuntimeError if the server does not start."""
     with ExitStack() as stack:
         stdout: IO[bytes] | None = None
         if scenario.stdout == tempfile.gettempdir():
@@ -86,7 +86,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where everything held, else 1."""
+    """Run the scenarios; return exit code 0 if every result is good, else 1."""
     options = command_line("chaos", chaos.__doc__)
     options.add_argument(
         "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), help="default: all"

@@ -20,7 +20,7 @@ ERRORS = {
 
 
 def load(config: EngineConfig) -> Engine:
-    """The engine that `Engine.load` gives, with the faults in its runner."""
+    """Load an engine as `Engine.load` does, with the faults in its runner."""
     engine = Engine.load(config)
     runner: Any = engine._runner
     start = runner.start

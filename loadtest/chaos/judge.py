@@ -19,7 +19,7 @@ WRONG: tuple[Verdict, ...] = ("BROKEN", "HUNG")
 
 
 class Ending:
-    """Reads the body of one answer, and judges it when it has ended."""
+    """Collects the body of one answer and judges it when it has ended."""
 
     def __init__(self, stream: bool, prompts: int = 1) -> None:
         self._stream = stream
@@ -30,7 +30,7 @@ class Ending:
         self._body += data
 
     def judge(self, status: int) -> Verdict:
-        """Of an answer that came to its end on the wire."""
+        """Return the verdict on an answer that has ended on the wire."""
         try:
             if status != 200:
                 return "refused" if _tells(msgspec.json.decode(self._body)) else "BROKEN"
@@ -43,7 +43,10 @@ class Ending:
         return "answered" if len(results) == self._prompts else "BROKEN"
 
     def _events(self) -> Verdict:
-        """Every prompt ends once; [DONE], or one error of all, comes last and once."""
+        """Return the verdict on a stream.
+
+        Every prompt must end once; [DONE], or one error for all prompts, must come last and once.
+        """
         *events, rest = self._body.split(b"\n\n")
         if rest or not events or not all(event.startswith(b"data: ") for event in events):
             return "BROKEN"

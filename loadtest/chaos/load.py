@@ -17,7 +17,7 @@ PAUSE = 0.05  # of a user whom nobody serves
 
 
 def kinds(choice: random.Random, tokens: int) -> tuple[str, dict[str, Any], bool, int]:
-    """A request: its path, its body, whether it is streamed, its prompts."""
+    """Return a random request: path, body, whether it is streamed, number of prompts."""
     prompts = ["ROMEO:" + "x" * choice.randrange(200) for _ in range(choice.choice([1, 1, 1, 4]))]
     match choice.randrange(4):
         case 0:
@@ -31,8 +31,11 @@ def kinds(choice: random.Random, tokens: int) -> tuple[str, dict[str, Any], bool
 
 
 class Load:
-    """`users` users of one server; `verdicts` counts how their requests ended, and `slowest` is the
-    longest that one took to be answered, in seconds."""
+    """`users` users of one server, who send requests until the context ends.
+
+    `verdicts` counts how their requests ended; `slowest` is the longest time to an answer, in
+    seconds.
+    """
 
     def __init__(self, url: str, users: int, tokens: int = 64) -> None:
         self._server = Server(url, {})
@@ -48,7 +51,7 @@ class Load:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Returns when every request has ended."""
+        """Stop the users, and return when every request has ended."""
         self._stop = True
         await asyncio.gather(*self._tasks)
 

@@ -25,7 +25,7 @@ STALL = 3.0  # seconds after which a client that reads nothing is cut off
 
 @dataclass(frozen=True)
 class Scenario:
-    """`happen` is called with the server once it is under load."""
+    """One scenario; `happen` is called with the server once it is under load."""
 
     name: str
     happen: Callable[[Subject], Awaitable[None]]
@@ -57,7 +57,7 @@ async def _step_error(subject: Subject) -> None:
 
 
 async def _nothing(_: Subject) -> None:
-    """The load alone."""
+    """Do nothing: the load alone."""
 
 
 def _request(tokens: int) -> bytes:
@@ -72,8 +72,10 @@ def _connect(subject: Subject) -> socket.socket:
 
 
 async def _storm(subject: Subject) -> None:
-    """Waves of clients that leave at any moment, some by a reset: within the head, the body, before
-    the first event or after some."""
+    """Start waves of clients that disconnect at any moment, some by a reset.
+
+    They leave within the head, within the body, before the first event or after some events.
+    """
     choice = random.Random(0)
     request = _request(2000)
     for _ in range(10):
@@ -89,7 +91,7 @@ async def _storm(subject: Subject) -> None:
 
 
 async def _slow_readers(subject: Subject) -> None:
-    """Clients that ask for long streams and read nothing of them."""
+    """Start clients that ask for long streams and read nothing of them."""
     readers = []
     for _ in range(32):
         one = _connect(subject)
@@ -102,7 +104,7 @@ async def _slow_readers(subject: Subject) -> None:
 
 
 def _small_files() -> None:
-    """For the server's process: no file grows beyond LIMIT, as on a disk that is full."""
+    """Limit this process to files of LIMIT bytes, as on a full disk; for the server's process."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
 

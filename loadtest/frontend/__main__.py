@@ -1,4 +1,4 @@
-"""python -m loadtest.frontend"""
+"""Run `python -m loadtest.frontend`."""
 
 from loadtest.frontend.command import main
 

@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Ask(msgspec.Struct):
-    """A request's body, as the cases have it."""
+    """The body of a request, with the fields that the cases use."""
 
     prompts: list[str]
     max_tokens: int
@@ -47,7 +47,7 @@ class Ask(msgspec.Struct):
 
 
 class Texts(dict[int, tuple[str, bytes]]):
-    """Each token's text, and its part of an event of its own."""
+    """Each token's text, and its part of an event that has this token only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +59,7 @@ class Texts(dict[int, tuple[str, bytes]]):
 
 
 class Answer:
-    """One prompt's. Streams share `news` between their prompts."""
+    """The answer to one prompt; the prompts of a request share `news`."""
 
     __slots__ = ("before", "behind", "finished", "interval", "news", "tokens")
 
@@ -74,7 +74,7 @@ class Answer:
 
 
 class News:
-    """Answers that have some, until one task takes them."""
+    """The answers of one request that have something new, until its task takes them."""
 
     def __init__(self) -> None:
         self.answers: dict[Answer, None] = {}
@@ -94,7 +94,7 @@ class News:
 
 
 class Bare:
-    """The application."""
+    """The ASGI application."""
 
     def __init__(self, board: str, engine_core: int | None) -> None:
         threads = None if engine_core is None else engine_core + 1  # as the mock engine reads it
@@ -175,7 +175,7 @@ class Bare:
         await send({"type": "http.response.body", "body": body + DONE})
 
     def _events(self, answer: Answer) -> bytes:
-        """Those of the tokens that have come, as far as they fill an event."""
+        """Return the events of the tokens that have arrived, as far as they fill events."""
         tokens, texts = answer.tokens, self._texts
         if answer.interval == 1:
             answer.tokens = []

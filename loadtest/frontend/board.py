@@ -12,7 +12,7 @@ _TIMES = 64
 
 
 class Board:
-    """Every field has one writer."""
+    """The shared integers; every field has one writer."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
@@ -24,8 +24,14 @@ class Board:
             self._cells = memoryview(mmap.mmap(file.fileno(), size)).cast("q")
 
     def set_up(self, *, window: int, period_ns: int = 0, expected: int = 0, chunk: int = 1) -> None:
-        """`window` events of each stream in flight, of `chunk` tokens; or (0) a step every
-        `period_ns`, from when `expected` streams are there; or (both 0) none. Resets the counts."""
+        """Set up a measurement, and reset all counts.
+
+        Args:
+            window: events in flight of each stream; 0: steps come at a steady pace.
+            period_ns: nanoseconds between steps of a steady pace; 0 with `window` 0: no steps.
+            expected: streams that must have begun before a steady pace begins.
+            chunk: tokens of one event.
+        """
         measurement = self.measurement + 1
         for cell in range(_TIMES):
             self._cells[cell] = 0
@@ -34,7 +40,7 @@ class Board:
 
     @property
     def measurement(self) -> int:
-        """How often this has been set up."""
+        """The number of measurements that were set up."""
         return self._cells[4]
 
     @property
@@ -63,11 +69,11 @@ class Board:
         return sum(self._cells[_COUNTS : _COUNTS + READERS])
 
     def count(self, reader: int, tokens: int) -> None:
-        """A reader's tokens so far."""
+        """Set the number of tokens that a reader has read so far."""
         self._cells[_COUNTS + reader] = tokens
 
     def stamp(self, step: int, now_ns: int) -> None:
-        """A step's time, by time.monotonic_ns."""
+        """Set the time of a step, by time.monotonic_ns."""
         self._cells[_TIMES + step % MOST_STEPS] = now_ns
 
     def time_of(self, step: int) -> int:

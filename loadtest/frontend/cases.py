@@ -10,7 +10,7 @@ ENDLESS = 1_000_000  # tokens: a stream that outlives its measurement
 
 @dataclass(frozen=True)
 class Case:
-    """`connections` clients, each of which asks again when it has its answer."""
+    """A load: `connections` clients, each of which asks again when it has its answer."""
 
     name: str
     bar: float  # of the ceiling's tokens/s
@@ -24,11 +24,11 @@ class Case:
 
     @property
     def body(self) -> dict[str, Any]:
-        """Of its requests."""
+        """The body of its requests."""
         return self.body_of(self.tokens)
 
     def body_of(self, tokens: int) -> dict[str, Any]:
-        """Of a request for so many."""
+        """Return the body of a request for this many tokens."""
         body: dict[str, Any] = {
             "prompts": ["ROMEO:"] * self.prompts,
             "max_tokens": tokens,
@@ -46,8 +46,11 @@ class Case:
 
     @property
     def sample(self) -> dict[str, Any]:
-        """A request of three events a prompt, of which the first may come at its first token; or of
-        the whole plain answer."""
+        """The body of a request whose answer `Sample` is made from.
+
+        A stream has three events per prompt, if the first one comes with the first token. A plain
+        answer is whole.
+        """
         return self.body | ({"max_tokens": 1 + 2 * self.chunk} if self.stream else {})
 
 

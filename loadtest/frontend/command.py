@@ -41,7 +41,7 @@ BUSY = 0.9  # of its core: a client above this may have been the limit
 
 @dataclass(frozen=True)
 class Rate:
-    """One load on one server."""
+    """The figures of one load on one server."""
 
     tokens_per_second: float
     tokens_per_cpu_second: float  # of the server's process
@@ -50,7 +50,7 @@ class Rate:
 
     @classmethod
     def of(cls, readings: Sequence[Reading]) -> Rate:
-        """Of the processes that read at the same time."""
+        """Combine the readings of processes that read at the same time."""
         rate = sum(one.tokens / one.seconds for one in readings)
         used = sum(one.server_cpu / one.seconds for one in readings) / len(readings)
         return cls(
@@ -63,7 +63,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Served:
-    """A server under load, and the board of its engine."""
+    """A running server, and the board of its engine."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -75,7 +75,7 @@ class Served:
 
 
 class Bench:
-    """One run's files, cores and processes that read."""
+    """The files, cores and client processes of one run."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, readers: Executor) -> None:
         self.args = args
@@ -88,7 +88,7 @@ class Bench:
             self.server_core, self.client_core = cores[0], cores[1]
 
     def settings(self, port: int, board: Path) -> dict[str, Any]:
-        """Of the measured server."""
+        """Return the settings of the measured server."""
         return {
             "port": port,
             "model": str(board),
@@ -100,8 +100,11 @@ class Bench:
         }
 
     def measure(self, case: Case, servers: Sequence[Served], turns: int, **load: int) -> list[Rate]:
-        """Loads the servers in turn: how quick the cores are, which others may share, changes from
-        one second to the next, and so for all of them."""
+        """Load the servers in turn, and return one Rate for each.
+
+        Speed of shared cores changes from one second to the next; turns make it change for all
+        servers.
+        """
         args = self.args
         readers = min(args.clients, case.connections)
         for served in servers:
@@ -129,7 +132,7 @@ class Bench:
         return [Rate.of(readings) for readings in zip(*of_readers, strict=True)]
 
     def sample(self, case: Case, served: Served) -> Sample:
-        """The bytes of an answer to `case`, in its parts. Raises RuntimeError."""
+        """Return the parts of an answer to `case`. Raises RuntimeError."""
         for _ in range(SAMPLES):
             if (sample := self._sample(case, served)) is not None:
                 return sample
@@ -137,7 +140,7 @@ class Bench:
 
     @staticmethod
     def _sample(case: Case, served: Served) -> Sample | None:
-        """None where the first tokens came together with others."""
+        """Try once to get a sample; None if first tokens arrived together with others."""
         served.board.set_up(window=1 << 30)  # nobody counts what is read
         answer = httpx.post(
             f"http://127.0.0.1:{served.port}/v1/generate",
@@ -172,7 +175,7 @@ class Bench:
 
     @contextmanager
     def ours(self) -> Iterator[Served]:
-        """The measured server."""
+        """Run the measured server."""
         port = free_port()
         board = self._board(port)
         command = ["loadtest.served", FACTORY, json.dumps(self.settings(port, board.path))]
@@ -180,18 +183,18 @@ class Bench:
             yield Served(process, port, board)
 
     def bare(self) -> AbstractContextManager[Served]:
-        """The bare application that does the same work."""
+        """Run the bare application, which does the same work."""
         return self._other("loadtest.frontend.bare", self.client_core)
 
     def ready(self, sample: Sample) -> AbstractContextManager[Served]:
-        """The one that has the bytes."""
+        """Run the application that sends the sample's ready-made bytes."""
         path = self.folder / "sample"
         path.write_bytes(msgspec.msgpack.encode(sample))
         return self._other("loadtest.frontend.ready", path)
 
     @contextmanager
     def _other(self, module: str, option: object) -> Iterator[Served]:
-        """An application beside ours."""
+        """Run an application to compare with."""
         port = free_port()
         board = self._board(port)
         command = [module, str(port), str(board.path), "" if option is None else str(option)]
@@ -205,7 +208,7 @@ class Bench:
         return Board(self.folder / f"board-{port}", create=True)
 
     def compare(self, case: Case) -> dict[str, Any]:
-        """A case on all three servers: the round whose share is the median."""
+        """Measure a case on all three servers; return the round whose share is the median."""
         rounds = [self._compare(case) for _ in range(self.args.rounds)]
         rounds.sort(key=lambda row: float(row["fraction"]))
         shares = [row["fraction"] for row in rounds]
@@ -233,7 +236,7 @@ class Bench:
         }
 
     def pace(self, streams: int, period: float) -> dict[str, Any]:
-        """`streams` streams, one step every `period` seconds, on all three servers."""
+        """Measure `streams` streams with a step every `period` seconds on all three servers."""
         case = Case("pace", 1.0, connections=streams)
         pace = {"window": 0, "period_ns": round(period * 1e9), "expected": streams}
 

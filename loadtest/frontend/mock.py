@@ -29,19 +29,19 @@ TIMING = Timing(0.0, 0.0, 0.0)
 
 
 def token_of(step: int) -> int:
-    """A letter."""
+    """Return the token of a step, a letter."""
     return ord("a") + step % 26
 
 
 @cache
 def _tokens_of(steps: int) -> bytes:
-    """Those of the first steps, packed."""
+    """Return the packed tokens of the first `steps` steps."""
     return pack_ids(token_of(step) for step in range(steps))
 
 
 @cache
 def _reports_of(steps: int) -> PackedLogprobs:
-    """Log-probabilities of these: a token's own."""
+    """Return log-probabilities for the first `steps` steps, without alternatives."""
     words = array("f")
     for step in range(steps):
         words.extend([-(1 + step % 7) / 8, 0.0])
@@ -49,8 +49,11 @@ def _reports_of(steps: int) -> PackedLogprobs:
 
 
 class MockEngine:
-    """A engine.loop.SteppedEngine of one client. A streamed request gets one token a step; another
-    one all of its tokens at once, with their own log-probabilities if it asks for any."""
+    """A SteppedEngine (engine.loop) of one client.
+
+    A streamed request gets one token per step. Any other gets all its tokens at once, with their
+    log-probabilities if it asks for them.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.broken: EngineDead | None = None
@@ -115,7 +118,7 @@ class MockEngine:
         raise error
 
     def ask(self, client: Hashable, call: StateCall) -> None:
-        """It keeps no states."""
+        """Ignore the call, since no states are kept."""
 
     def replies(self) -> list[tuple[Hashable, StateReply]]:
         return []
@@ -124,7 +127,7 @@ class MockEngine:
         return Stats(running=len(self._live))
 
     def close(self) -> None:
-        """Nothing lies on disk."""
+        """Do nothing, since nothing is on disk."""
 
     def abort(
         self,
@@ -193,7 +196,10 @@ class MockEngine:
 
 
 def load(config: EngineConfig) -> MockEngine:
-    """For `engine.worker --engine`. `config.threads` is the core on which it runs."""
+    """Return the engine, for `engine.worker --engine`.
+
+    It runs on core `config.threads` - 1.
+    """
     if config.threads is not None:
         os.sched_setaffinity(0, {config.threads - 1})
     return MockEngine(config)

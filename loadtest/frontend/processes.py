@@ -22,7 +22,10 @@ PR_SET_PDEATHSIG = 1  # of Linux
 def server(
     command: list[str], port: int, core: int | None, path: str = "/ready"
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m COMMAND`, once it answers at `path`. Raises RuntimeError where it never does."""
+    """Run `python -m COMMAND`, and yield it once it answers at `path`.
+
+    Raises RuntimeError if it never does.
+    """
 
     def prepare() -> None:
         # It ends with this process, however that ends.
@@ -56,8 +59,10 @@ def server(
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server and what it has started at once, before one of them can complain of the
-    other's end; neither need be there still."""
+    """Kill a server and the processes that it has started, all at once.
+
+    So none of them logs the end of another. They may have ended already.
+    """
     process.send_signal(signal.SIGSTOP)
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
@@ -67,7 +72,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time that a process has had on cores."""
+    """Return the CPU seconds that a process has used."""
     with open(f"/proc/{pid}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

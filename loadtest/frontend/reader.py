@@ -30,7 +30,7 @@ KEY = "0123456789abcdef-loadtest"  # the API key that is shown
 
 
 class Target(NamedTuple):
-    """A server: its process, address and board."""
+    """A server: its process id, address and board."""
 
     pid: int
     address: tuple[str, int]
@@ -38,8 +38,10 @@ class Target(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """When clients load each of several servers: in turn, so that all of them meet the same changes
-    of how quick the cores are. Seconds, by time.monotonic."""
+    """The times, by time.monotonic, at which clients load each of several servers in turn.
+
+    In turn, so that changes of the cores' speed affect all servers alike.
+    """
 
     begin: float
     warm_up: float  # before the first turn of each
@@ -48,7 +50,7 @@ class Schedule(NamedTuple):
     turns: int  # of each
 
     def slices(self, servers: int) -> Iterator[tuple[int, float, float, float]]:
-        """Of each turn: the server, when its load begins, when counting does, and its end."""
+        """Yield for each turn: server, begin of its load, begin of counting, end."""
         at = self.begin
         for turn in range(self.turns):
             for which in range(servers):
@@ -59,7 +61,7 @@ class Schedule(NamedTuple):
 
 @dataclass
 class Reading:
-    """What the clients of one process have seen of one server in its turns."""
+    """The figures of one process's clients, for one server in its turns."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -85,8 +87,10 @@ class _Client:
         self._kept, self._missing, self.seen = b"", -1, 0
 
     def read(self) -> int:
-        """Tokens in what has come; asks again at the end of an answer. Raises RuntimeError for an
-        answer that is none."""
+        """Read what has arrived and return its number of tokens; ask again at an answer's end.
+
+        Raises RuntimeError for a wrong answer.
+        """
         size = self.socket.recv_into(BUFFER)
         if not size:
             raise RuntimeError("the server closed a connection")
@@ -124,7 +128,7 @@ class _Client:
 
 
 def _requests(case: Case, seed: int) -> Iterator[bytes]:
-    """Whole requests, for ever, made beforehand."""
+    """Return an endless sequence of whole requests, rendered beforehand."""
     lengths = range(case.tokens - case.spread, case.tokens + case.spread + 1)
     requests = []
     for tokens in lengths:
@@ -139,8 +143,10 @@ def _requests(case: Case, seed: int) -> Iterator[bytes]:
 
 
 class _Clients:
-    """The connections of this process to one server. Between its turns nothing is read, so that
-    its streams wait."""
+    """The connections of this process to one server.
+
+    Nothing is read between its turns, so that its streams wait.
+    """
 
     def __init__(self, case: Case, target: Target, which: int, connections: int) -> None:
         self._board = Board(target.board)
@@ -161,8 +167,10 @@ class _Clients:
             client.ask()
 
     def read_until(self, end: float, latencies: array[float] | None = None) -> None:
-        """Reads, and asks again where an answer has ended. Appends to `latencies` what each token
-        took from its step of a steady pace."""
+        """Read until `end`, and ask again when an answer has ended.
+
+        Appends to `latencies` the seconds from each token's step, of a steady pace, to its arrival.
+        """
         board = self._board
         while (left := end - time.monotonic()) > 0:
             for descriptor, _ in self._poll.poll(min(left, 0.1)):
@@ -176,7 +184,7 @@ class _Clients:
             board.count(self._which, self._tokens)
 
     def count_until(self, end: float) -> None:
-        """As read_until, into `reading`."""
+        """Read until `end`, and add the figures to `reading`."""
         reading = self.reading
         tokens, started = self._tokens, time.monotonic()
         own, server = time.process_time(), cpu_seconds(self._pid)
@@ -192,8 +200,7 @@ class _Clients:
 
 
 def get_ready(seconds: float) -> None:
-    """For a process that is going to read: it has all that it needs. Waits, so that others like it
-    start too."""
+    """Sleep, so that every process of the pool is started before the measurement."""
     time.sleep(seconds)
 
 
@@ -205,8 +212,10 @@ def read(
     core: int | None,
     schedule: Schedule,
 ) -> list[Reading]:
-    """Runs `connections` clients of `case` for each target, and counts in its turns. Raises
-    RuntimeError where they come too late for their first."""
+    """Run `connections` clients of `case` for each target, and count during its turns.
+
+    Raises RuntimeError if the clients are too late for their first turn.
+    """
     if core is not None:
         os.sched_setaffinity(0, {core})
     servers = [_Clients(case, target, which, connections) for target in targets]

@@ -22,7 +22,7 @@ NAP = 50e-6  # seconds
 
 
 class Sample(msgspec.Struct):
-    """An answer in its parts: all prompts' first, middle and last events, or one plain body."""
+    """The parts of an answer: all prompts' first, middle and last events, or a plain body."""
 
     headers: list[tuple[bytes, bytes]]
     first: bytes
@@ -34,7 +34,7 @@ class Sample(msgspec.Struct):
 
 
 class Ready:
-    """The application."""
+    """The ASGI application."""
 
     def __init__(self, board: Board, sample: Sample) -> None:
         self._board = board
@@ -88,7 +88,7 @@ class Ready:
             await send({"type": "http.response.body", "body": body, "more_body": bool(left)})
 
     async def _drive(self) -> None:
-        """The steps."""
+        """Let the streams send, step by step."""
         sample, board = self._sample, self._board
         while True:
             # Whole bursts: one as long as another one is in flight, two where nothing is.
@@ -105,7 +105,7 @@ class Ready:
             await asyncio.sleep(0)
 
     def _due(self) -> int:
-        """Steps of a steady pace whose time has come; they are stamped as they are taken."""
+        """Return how many steps of a steady pace are due, and stamp them."""
         board = self._board
         if self._streams < board.expected or len(self._waiting) < self._streams:
             return 0

@@ -1,4 +1,4 @@
-"""python -m loadtest.fuzz"""
+"""Run `python -m loadtest.fuzz`."""
 
 from loadtest.fuzz.command import main
 

@@ -28,7 +28,7 @@ MOST_GROWTH = 64.0  # MiB, that a server may take for snapshots that it refuses
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0 where all is well, else 1; 2 for what cannot be run."""
+    """Run the fuzzer; return 0 if all is well, 1 if not, 2 if it cannot run."""
     options = command_line("fuzz", package.__doc__)
     options.add_argument("what", choices=("raw", "schema", "snapshots"), help="see above")
     options.add_argument(

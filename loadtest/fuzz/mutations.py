@@ -163,13 +163,13 @@ METHODS = [
 
 
 class Mutator:
-    """An endless supply of requests as they are sent; the same for the same seed."""
+    """An endless sequence of wrong requests, as bytes; the same for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def draw(self) -> bytes:
-        """A request whose body, and now and then whose head, is not what it should be."""
+        """Return a request with a wrong body and, now and then, a wrong head."""
         choice = self._random
         path, seed = choice.choice(SEEDS)
         value: Any = copy.deepcopy(seed)
@@ -207,7 +207,7 @@ class Mutator:
         return self._wrong_bytes(whole) if self._random.random() < 0.3 else whole
 
     def _wrong_value(self, value: Any) -> Any:
-        """Replaces, removes, adds or doubles something anywhere in a JSON value."""
+        """Replace, remove, add or double something anywhere in a JSON value."""
         choice = self._random
         if isinstance(value, dict) and value and choice.random() < 0.8:
             key = choice.choice(list(value))

@@ -17,7 +17,7 @@ KEPT = 20  # requests that went wrong, to be shown
 
 @dataclass
 class Outcome:
-    """What became of the requests: statuses, or how they ended without one."""
+    """The results of the requests: statuses, or how they ended without one."""
 
     endings: Counter[str] = field(default_factory=Counter)
     errors: list[tuple[str, bytes]] = field(default_factory=list)  # 5xx: the answer, the request
@@ -29,7 +29,7 @@ class Outcome:
 
 
 async def fuzz(url: str, requests: int, seed: int, connections: int) -> Outcome:
-    """Sends that many requests. Raises OSError where the server takes no connections any more."""
+    """Send `requests` requests. Raises OSError if the server accepts no connections any more."""
     outcome, server, mutator = Outcome(), Server(url, {}), Mutator(seed)
     left = requests
 

@@ -25,7 +25,7 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 504]
 
 @dataclass(frozen=True)
 class Tested:
-    """What schemathesis says."""
+    """The result of schemathesis."""
 
     cases: int
     passed: bool
@@ -35,8 +35,10 @@ class Tested:
 def check_schema(
     url: str, examples: int, seed: int, headers: dict[str, str] | None = None
 ) -> Tested:
-    """At most `examples` cases for each operation and phase. Raises RuntimeError where schemathesis
-    cannot run."""
+    """Run at most `examples` cases for each operation and phase.
+
+    Raises RuntimeError if schemathesis cannot run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "schemathesis.toml"
         config.write_text(CONFIG)

@@ -47,7 +47,7 @@ TEXTS = [
 
 @dataclass
 class Outcome:
-    """Statuses with their codes; what was not as it must be."""
+    """The statuses with their error codes, and everything that was wrong."""
 
     endings: Counter[str] = field(default_factory=Counter)
     taken: int = 0
@@ -61,8 +61,11 @@ class Outcome:
 def fuzz_snapshots(
     url: str, requests: int, seed: int, watch: Callable[[int], None] = lambda done: None
 ) -> Outcome:
-    """Sends so many, one after the other; `watch` is told now and then how many are done. Raises
-    httpx.HTTPError where the server is no more."""
+    """Send `requests` snapshots, one after the other.
+
+    `watch` is called now and then with the number done. Raises httpx.HTTPError if the server is
+    gone.
+    """
     chance, outcome = random.Random(seed), Outcome()
     with httpx.Client(base_url=url, timeout=60.0) as client:
         files = _download(client)
@@ -82,7 +85,7 @@ def fuzz_snapshots(
 
 
 def _download(client: httpx.Client) -> list[bytes]:
-    """States after prompts of several lengths, and after an answer."""
+    """Return states after prompts of several lengths, and after an answer."""
     files = []
     for ids in ([1], [1, 2, 3], list(range(20)) * 20):
         made = client.post("/v1/states", json={"prompt": ids, "id": ID}).raise_for_status().json()
@@ -129,14 +132,14 @@ def _tensors(content: bytes) -> bytes:
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """The file with something wrong, once or several times."""
+    """Return the file with one or several random errors."""
     for _ in range(chance.choice([1, 1, 1, 2, 8])):
         content = chance.choice(DAMAGES)(content, chance)
     return content
 
 
 def without_digest(content: bytes) -> bytes:
-    """A whole file of format 2 as one of format 1."""
+    """Return a file of format 2 as a whole file of format 1."""
     (length,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + length])
     del header["__metadata__"]["digest"]
@@ -170,7 +173,7 @@ def _length(content: bytes, chance: random.Random) -> bytes:
 
 
 def _number(content: bytes, chance: random.Random) -> bytes:
-    """A float of the state, perhaps not finite; or a token."""
+    """Change a float of the state, perhaps to one that is not finite, or a token."""
     words = [0x7FC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 1, 0x80000000, 0xFFFFFFFF]
     at = len(content) - 4 * chance.randrange(1, 40)
     if at < 8:
@@ -179,7 +182,7 @@ def _number(content: bytes, chance: random.Random) -> bytes:
 
 
 def _header(content: bytes, chance: random.Random) -> bytes:
-    """Another value somewhere in the header, or a name more or less."""
+    """Change a value somewhere in the header, or add or remove a name."""
     try:
         (length,) = struct.unpack_from("<Q", content)
         header = json.loads(content[8 : 8 + length])

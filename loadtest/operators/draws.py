@@ -31,7 +31,7 @@ TOKENS, OUT = 1, 6  # of sample_'s arguments
 
 
 def arguments(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list[Tensor]:
-    """sample_'s, of rows that all ask for the same."""
+    """Return the arguments of `sample_`, for rows with equal parameters."""
     rows, device = len(logits), logits.device
 
     def column(value: float, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,7 @@ def arguments(logits: Tensor, temperature: float, top_k: int, top_p: float) -> l
 
 
 def torch_draw(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """The same by PyTorch's operators, which sort a row for top_p."""
+    """Sample tokens by PyTorch's operators, which sort each row for top_p."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / temperature
@@ -72,8 +72,10 @@ def torch_draw(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 
 def measure_draws(shapes: tuple[tuple[int, int], ...], limits: Limits) -> list[Row]:
-    """One row per shape [rows, vocabulary] and filter, without a bar. Its error is the share of the
-    first rows whose token is not the reference's."""
+    """Return one row per shape [rows, vocabulary] and filter, without a bar.
+
+    The error is the share of the first rows whose token is not the reference's.
+    """
     rows = []
     for count, vocab in shapes:
         for name, asked in FILTERS.items():
@@ -101,7 +103,7 @@ def _fill(
 
 
 def _share_wrong(given: list[Tensor]) -> float:
-    """All rows are drawn, by the kernel that is measured; the reference draws the first."""
+    """Return the share of wrong tokens: all rows are sampled, the first ones are compared."""
     parts = [
         tensor[:, :CHECKED_ROWS] if at == OUT else tensor[:CHECKED_ROWS]
         for at, tensor in enumerate(given)

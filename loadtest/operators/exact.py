@@ -19,13 +19,13 @@ TAIL = 1024  # the last tokens, whose error is looked at on its own
 
 
 def channel_sample(channels: int, device: torch.device) -> Tensor:
-    """Up to CHANNELS indices spread over all channels, first and last included."""
+    """Return up to CHANNELS indices spread over all channels, with the first and the last."""
     count = min(CHANNELS, channels)
     return torch.linspace(0, channels - 1, count, device=device).round().long()
 
 
 def exact_scan(a: Tensor, b: Tensor) -> Tensor:
-    """h_t = a_t h_{t-1} + b_t from h = 0, for float64 [batch, time, channels]."""
+    """Return h_t = a_t h_{t-1} + b_t from h = 0, for float64 [batch, time, channels]."""
     batch, time, channels = a.shape
     block = max(1, math.isqrt(time))
     blocks = -(-time // block)
@@ -43,8 +43,11 @@ def exact_scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact_scan_backward(a: Tensor, h: Tensor, grad_h: Tensor) -> tuple[Tensor, Tensor]:
-    """(grad_a, grad_b) of `exact_scan` from zero: grad_b runs backwards in time,
-    grad_b_t = grad_h_t + a_{t+1} grad_b_{t+1}, and grad_a_t = grad_b_t h_{t-1}."""
+    """Return (grad_a, grad_b) of `exact_scan`.
+
+    grad_b runs backwards in time: grad_b_t = grad_h_t + a_{t+1} grad_b_{t+1}, and grad_a_t =
+    grad_b_t h_{t-1}.
+    """
     next_a = torch.nn.functional.pad(a[:, 1:], (0, 0, 0, 1))
     grad_b = exact_scan(next_a.flip(1), grad_h.flip(1)).flip(1)
     before = torch.nn.functional.pad(h[:, :-1], (0, 0, 1, 0))
@@ -52,7 +55,7 @@ def exact_scan_backward(a: Tensor, h: Tensor, grad_h: Tensor) -> tuple[Tensor, T
 
 
 def unpack(x: Tensor, shape: ScanShape) -> Tensor:
-    """Packed [tokens, channels] as [sequences, longest, channels], zero after a sequence's end."""
+    """Return packed [tokens, channels] as [sequences, longest, channels], padded with zeros."""
     longest = max(shape.lengths)
     if not shape.packed:
         return x.reshape(len(shape.lengths), longest, -1)
@@ -64,8 +67,11 @@ def unpack(x: Tensor, shape: ScanShape) -> Tensor:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Relative 2-norm of found - exact for [batch, time, channels], of everything or of the last
-    TAIL tokens, whichever is larger; infinite where the exact part is zero and found is not."""
+    """Return the relative 2-norm of found - exact for [batch, time, channels].
+
+    It is that of everything or of the last TAIL tokens, whichever is larger; infinite if the exact
+    part is zero and the found one is not.
+    """
     worst = 0.0
     for part in (slice(None), slice(-TAIL, None)):
         difference = float((found[:, part].double() - exact[:, part]).norm())

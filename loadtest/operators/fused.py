@@ -20,7 +20,7 @@ from loadtest.timing import graph_seconds_per_call, rotation
 
 @dataclass(frozen=True)
 class Cell:
-    """A serving scan, the gates that a token's pre-activations hold, and their meaning."""
+    """A serving scan, the number of gates in a token's pre-activations, and their meaning."""
 
     name: str
     scan: Callable[..., Tensor]
@@ -28,8 +28,11 @@ class Cell:
     coefficients: Callable[[Tensor], tuple[Tensor, Tensor]]  # pre -> a, b of h = a h + b
 
     def traffic(self, shape: ScanShape, dtype: torch.dtype) -> int:
-        """Ideal bytes: each gate is read once, h is written once, zeros where no sequence is. The
-        state rows, at most 0.1 % of it at the default shapes, are left out."""
+        """Return the ideal bytes: each gate read once, h written once.
+
+        Positions without a sequence count as zeros that are written. The state rows, at most 0.1 %
+        at the default shapes, are left out.
+        """
         written = shape.elements + shape.behind * shape.channels
         return (self.gates * shape.elements + written) * dtype.itemsize
 
@@ -48,8 +51,11 @@ CELLS = [
 def pre_activations(
     tokens: int, channels: int, gates: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Random [tokens, gates * channels], shifted so that the first channels remember some hundred
-    tokens and the last a few: what is carried between chunks then matters to the error."""
+    """Return random pre-activations [tokens, gates * channels].
+
+    They are shifted so that the first channels remember some hundred tokens and the last ones a
+    few; the state carried between chunks then affects the error.
+    """
     pre = torch.randn(tokens, gates * channels, device=device, dtype=dtype)
     shift = torch.linspace(-4, 1, channels, device=device, dtype=dtype)
     written = pre.view(tokens, gates, channels)[:, gates - 2]  # minGRU's k, minLSTM's i
@@ -60,7 +66,7 @@ def pre_activations(
 def fused_calls(
     cell: Cell, shape: ScanShape, dtype: torch.dtype, device: torch.device, sets: int
 ) -> list[partial[Tensor]]:
-    """Calls of a serving scan on `sets` different inputs and states."""
+    """Return calls of a serving scan on `sets` different inputs and states."""
     sequences = len(shape.lengths)
     cu_seqlens = shape.cu_seqlens(device)
     slots = torch.randperm(sequences, device=device).int()
@@ -74,7 +80,7 @@ def fused_calls(
 
 
 def fused_error(cell: Cell, call: partial[Tensor], shape: ScanShape) -> float:
-    """Error of h and of the final states, after one call from zero states."""
+    """Return the error of h and of the final states, after one call from zero states."""
     pre, cu_seqlens, state, slots = call.args
     sample = channel_sample(shape.channels, pre.device)
     state = torch.zeros_like(state)
@@ -94,7 +100,7 @@ def fused_error(cell: Cell, call: partial[Tensor], shape: ScanShape) -> float:
 def measure_fused(
     shapes: tuple[ScanShape, ...], dtypes: list[torch.dtype], limits: Limits
 ) -> list[Row]:
-    """One row per shape, type and cell, beside the element-wise kernel of the same bytes."""
+    """Return one row per shape, type and cell, beside an element-wise kernel of as many bytes."""
     rows = []
     for dtype in dtypes:
         for shape in shapes:

@@ -28,7 +28,7 @@ CACHE_CHANNELS = 256
 def measure_fused_cpu(
     shapes: tuple[ScanShape, ...], dtypes: list[torch.dtype], limits: Limits
 ) -> list[Row]:
-    """One row per shape, type and cell."""
+    """Return one row per shape, type and cell."""
     rows = []
     for dtype in dtypes:
         in_cache = {cell.name: arithmetic_rate(cell, dtype) for cell in CELLS}
@@ -70,7 +70,10 @@ def _fill(row: Row, cell: Cell, shape: ScanShape, dtype: torch.dtype, limits: Li
 
 
 def _seconds_within(call: Callable[[], object], budget: float) -> float:
-    """Median seconds of as many calls as the budget allows, after one, or of that one."""
+    """Return the median seconds of as many calls as the budget allows.
+
+    The first call does not count, unless the budget allows only one.
+    """
     start = time.perf_counter()
     call()
     first = time.perf_counter() - start
@@ -81,9 +84,12 @@ def _seconds_within(call: Callable[[], object], budget: float) -> float:
 
 
 def arithmetic_rate(cell: Cell, dtype: torch.dtype) -> float | None:
-    """Ideal bytes per second on data that stays in each core's L2 cache: what one of two sizes
-    takes longer than the other, so that the fixed cost of a call is not counted. Of many runs the
-    fastest, since a limit must not be lowered by noise. None where the difference is lost in it."""
+    """Return the ideal bytes per second on data that stays in each core's L2 cache.
+
+    It is computed from the difference between two sizes, so that the fixed cost of a call does not
+    count. The fastest of many runs counts, since noise must not lower a limit. None if the
+    difference is lost in noise.
+    """
     threads = torch.get_num_threads()
     found = []
     for per_thread in IN_CACHE:
@@ -97,7 +103,7 @@ def arithmetic_rate(cell: Cell, dtype: torch.dtype) -> float | None:
 
 
 def _fastest(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of 1,000 calls, or of as many as a second allows."""
+    """Return the seconds of the fastest of 1,000 calls, or of as many as fit in a second."""
     best = float("inf")
     end = time.perf_counter() + 1
     for _ in range(1000):

@@ -26,7 +26,7 @@ _OF_LOGITS = slice(7, 12)  # of sample_'s arguments, those that sample_best_ doe
 
 
 def supported(device: torch.device) -> bool:
-    """Whether there are kernels for it."""
+    """Whether there are kernels for it on this device."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] == 9
@@ -35,8 +35,11 @@ def supported(device: torch.device) -> bool:
 
 
 def measure_heads(shapes: tuple[tuple[int, int], ...], limits: Limits) -> list[Row]:
-    """One row per shape [rows, width], without a bar. Its error is the share of rows whose token is
-    not the best of the product's logits; sums may be in another order there."""
+    """Return one row per shape [rows, width], without a bar.
+
+    The error is the share of rows whose token is not the best of the product's logits, where sums
+    may be in another order.
+    """
     rows = []
     for count, width in shapes if supported(limits.device) else ():
         size = 2 * width * (VOCABULARY + count)

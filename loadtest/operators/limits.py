@@ -13,7 +13,7 @@ ELEMENTWISE = {2: "torch.add", 3: "torch.addcmul"}
 
 
 class Limits:
-    """The limits of one device; each is measured when it is first asked for, and then known."""
+    """The limits of one device; each is measured when it is first needed, and then cached."""
 
     def __init__(self, device: torch.device, copy_bytes: int) -> None:
         self.device = device
@@ -23,12 +23,14 @@ class Limits:
         self._copies: dict[int, float] = {}
 
     def copy_rate(self) -> float:
-        """Bytes per second of a large copy, read and written bytes both counted, measured now."""
+        """Measure the bytes per second of a large copy, counting bytes read and written."""
         return copy_bandwidth(self.device, self._copy_bytes)
 
     def elementwise(self, reads: int, elements: int, dtype: torch.dtype) -> float | None:
-        """Bytes per second of `reads` reads and one write of so many numbers; None where memory
-        does not hold the tensors."""
+        """Return the bytes per second of `reads` reads and one write of `elements` numbers.
+
+        None if the tensors do not fit in memory.
+        """
         key = (reads, elements, dtype)
         if key not in self._rates:
             try:
@@ -51,9 +53,12 @@ class Limits:
         return size / graph_seconds_per_call(calls, self.device).seconds
 
     def copy_seconds(self, size: int, launches: int) -> float:
-        """Seconds to read size / 2 bytes and write them elsewhere, launched like a step: many calls
-        over rotating buffers in one graph. The faster of torch's copy, which a graph may hand to
-        the copy engine, and of an element-wise kernel with one read and one write (`torch.neg`)."""
+        """Return the seconds to read size / 2 bytes and write them elsewhere.
+
+        Launched like a step: many calls over rotating buffers in one graph. The faster of torch's
+        copy, which a graph may pass to the copy engine, and an element-wise kernel with one read
+        and one write (`torch.neg`) counts.
+        """
         half = max(1, size // 8)  # float32 numbers that make up half of the bytes
         if half not in self._copies:
             pairs = [

@@ -34,7 +34,7 @@ LAYOUTS = ["channels", "time"]
 def random_tensor(
     shape: ScanShape, dtype: torch.dtype, device: torch.device, layout: str = "channels"
 ) -> Tensor:
-    """Uniform in (0.01, 1), [batch, time, channels], the layout's dimension contiguous."""
+    """Return numbers uniform in (0.01, 1) [batch, time, channels], contiguous as `layout` says."""
     batch, time, channels = shape.uniform
     stored = (batch, time, channels) if layout == "channels" else (batch, channels, time)
     values = torch.empty(stored, dtype=dtype, device=device).uniform_(0.01, 1)
@@ -44,16 +44,18 @@ def random_tensor(
 def random_pair(
     shape: ScanShape, dtype: torch.dtype, device: torch.device, layout: str = "channels"
 ) -> tuple[Tensor, Tensor]:
-    """(a, b): b uniform, a pushed towards 1 in the first channels, which remember some hundred
-    tokens (the last: a few), so that what is carried between chunks matters to the error. Both are
-    positive, for scans in log space."""
+    """Return (a, b) for a scan: b is uniform, a is pushed towards 1 in the first channels.
+
+    Those remember some hundred tokens, and the last channels a few, so that the state carried
+    between chunks affects the error. Both are positive, for scans in log space.
+    """
     a, b = (random_tensor(shape, dtype, device, layout) for _ in range(2))
     power = torch.linspace(0.02, 1, shape.channels, device=device, dtype=dtype)
     return a.pow_(power), b
 
 
 def scan_error(scan: Scan, a: Tensor, b: Tensor) -> float:
-    """Error of `scan(a, b)` [batch, time, channels] from zero."""
+    """Return the error of `scan(a, b)` [batch, time, channels] from h = 0."""
     sample = channel_sample(a.shape[2], a.device)
     found = scan(a, b)[..., sample]
     return relative_error(found, exact_scan(a[..., sample].double(), b[..., sample].double()))
@@ -65,8 +67,10 @@ def measure_linear(
     dtypes: list[torch.dtype],
     limits: Limits,
 ) -> list[Row]:
-    """linear_scan forward: two reads, one write. `time_shapes` are measured with time contiguous
-    and in float32 only. The bar is a GPU's."""
+    """Return rows of linear_scan forward: two reads, one write.
+
+    `time_shapes` are measured with time contiguous, in float32 only. Only a GPU has a bar.
+    """
     cases = [(s, d, layout) for d in dtypes for s in shapes for layout in LAYOUTS if not s.packed]
     if torch.float32 in dtypes:
         cases += [(shape, torch.float32, "time") for shape in time_shapes]
@@ -101,9 +105,12 @@ def _fill_linear(row: Row, shape: ScanShape, dtype: torch.dtype, limits: Limits)
 def measure_backward(
     shapes: tuple[ScanShape, ...], dtypes: list[torch.dtype], limits: Limits
 ) -> list[Row]:
-    """linear_scan's backward (reads a, h, grad_h, writes grad_a, grad_b), and those of
-    mingru_scan_train and minlstm_scan_train (read pre, h, grad_h, write grad_pre). Only the
-    first has a bar, on a GPU. None at shapes with rows behind, which training has not."""
+    """Return rows of the backward of linear_scan, mingru_scan_train and minlstm_scan_train.
+
+    linear_scan's reads a, h, grad_h and writes grad_a, grad_b; the others read pre, h, grad_h and
+    write grad_pre. Only the first has a bar, on a GPU. Shapes with trailing rows are left out,
+    because training has none.
+    """
     rows: list[Row] = []
     bar = Bar("copy", 0.85) if limits.device.type == "cuda" else None
     for dtype in dtypes:
@@ -163,7 +170,10 @@ def _fill_train_backward(
 
 
 def _train_backward_error(cell: Cell, call: partial[tuple[Tensor, ...]], shape: ScanShape) -> float:
-    """Error of grad_pre: the exact gradients of a and b, through float64 autograd of the gates."""
+    """Return the error of grad_pre.
+
+    The reference is the exact gradients of a and b, passed through float64 autograd of the gates.
+    """
     grad_h, _, pre, h = call.args[:4]
     sample = channel_sample(shape.channels, pre.device)
     columns = torch.cat([sample + gate * shape.channels for gate in range(cell.gates)])

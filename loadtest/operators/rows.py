@@ -15,8 +15,11 @@ from loadtest.timing import Timing, release_memory
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row must reach. kind "element-wise", "copy" and "copy or arithmetic" are fractions of
-    that rate, at least `value`; kind "times copy" is a multiple of its time, at most `value`."""
+    """The bar of a row.
+
+    Kinds "element-wise", "copy" and "copy or arithmetic" are fractions of that rate, at least
+    `value`; kind "times copy" is a multiple of its time, at most `value`.
+    """
 
     kind: str
     value: float
@@ -24,7 +27,7 @@ class Bar:
 
 @dataclass
 class Row:
-    """One operator (or peer) at one shape."""
+    """The figures of one operator (or peer) at one shape."""
 
     case: str
     operator: str
@@ -52,7 +55,7 @@ class Row:
         return None if self.timing is None else self.bytes / self.timing.seconds
 
     def score(self) -> float | None:
-        """The figure that the bar is about."""
+        """The figure that is compared with the bar."""
         if self.bar is None or self.seconds is None or self.rate is None:
             return None
         if self.bar.kind == "times copy":
@@ -64,7 +67,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """ "pass", "short", or empty where there is no bar or no figure."""
+        """The result, "pass" or "short"; empty if there is no bar or no figure."""
         score = self.score()
         if self.bar is None or score is None:
             return ""
@@ -77,7 +80,7 @@ class Row:
         return {**asdict(self), **figures}
 
     def remarks(self) -> str:
-        """How the time was taken where it is not the usual way, and what went wrong."""
+        """The timing method if it is not the usual one, and what went wrong."""
         parts = []
         if self.timing is not None and self.timing.method == "events":
             parts.append("by events")
@@ -88,7 +91,7 @@ class Row:
 
 @contextmanager
 def reported(row: Row, device: torch.device) -> Iterator[None]:
-    """What goes wrong within is the row's note and goes no further; memory is given back."""
+    """Turn an error in the block into the row's note, and free memory at the end."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -101,7 +104,7 @@ def reported(row: Row, device: torch.device) -> Iterator[None]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32", not "torch.float32"."""
+    """Return the name of a dtype, such as "float32" instead of "torch.float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -114,7 +117,7 @@ def _number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def print_rows(title: str, rows: list[Row]) -> None:
-    """A table of one case, with the columns that any of its rows fills."""
+    """Print the table of one case, with the columns for which any row has a value."""
     columns: dict[str, list[str]] = {
         "shape": [row.shape for row in rows],
         "dtype": [row.dtype for row in rows],

@@ -42,7 +42,7 @@ CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 @dataclass(frozen=True)
 class ScanShape:
-    """Sequences of given lengths, packed one after the other, and the channels of each token."""
+    """The lengths of packed sequences, and the number of channels."""
 
     label: str
     lengths: tuple[int, ...]
@@ -52,7 +52,7 @@ class ScanShape:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return sum(self.lengths)
 
     @property
@@ -71,8 +71,10 @@ class ScanShape:
 
 
 def parse_scan(label: str) -> ScanShape | None:
-    """The scan shape that `label` names; None if it names a step. Raises ValueError for sequences
-    that do not fit."""
+    """Return the scan shape that `label` names; None if it names a step.
+
+    Raises ValueError for sequences that do not fit.
+    """
     if match := re.fullmatch(r"(\d+x\d+(?:\+\d+x\d+)*)in(\d+)x(\d+)", label):
         runs = [map(int, run.split("x")) for run in match[1].split("+")]
         lengths = tuple(length for count, length in runs for _ in range(count))
@@ -92,15 +94,18 @@ def parse_scan(label: str) -> ScanShape | None:
 
 
 def parse_step(label: str) -> tuple[int, int] | None:
-    """(batch, width) that `label` names; None if it names a scan."""
+    """Return (batch, width) that `label` names; None if it names a scan."""
     match = re.fullmatch(r"(\d+)x(\d+)", label)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What to measure: scans in both layouts, scans only with time contiguous, steps, draws, which
-    are rows x vocabulary, and heads, rows x width."""
+    """The shapes to measure, by kind of operator.
+
+    Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
+    heads are rows x width.
+    """
 
     scans: tuple[ScanShape, ...]
     time_scans: tuple[ScanShape, ...]
@@ -110,7 +115,7 @@ class Selection:
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
-    """The shapes named, or the default ones. Raises ValueError for a label of neither form."""
+    """Return the named shapes, or the default ones. Raises ValueError for a malformed label."""
     if labels is None:
         if device.type == "cuda":
             scan_labels, time_labels = CUDA_SHAPES, CUDA_TIME_SHAPES

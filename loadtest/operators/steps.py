@@ -82,8 +82,10 @@ STEPS = [_gated(0, mingru_step), _gated(1, minlstm_step), _conv()]
 def measure_steps(
     shapes: tuple[tuple[int, int], ...], dtypes: list[torch.dtype], limits: Limits
 ) -> list[Row]:
-    """One row per operator, type, width and batch. On a GPU they have a bar; on the CPU, where
-    calls from Python are timed, none."""
+    """Return one row per operator, type, width and batch.
+
+    There are bars on a GPU only; on the CPU, calls from Python are timed.
+    """
     rows = []
     bar = Bar("times copy", 1.5) if limits.device.type == "cuda" else None
     for dtype in dtypes:

@@ -22,8 +22,10 @@ OURS = Peer("minserve linear_scan", lambda: linear_scan)
 def measure_peers(
     shapes: tuple[ScanShape, ...], dtypes: list[torch.dtype], limits: Limits
 ) -> list[Row]:
-    """One row per shape, type and scan, ours first. Shapes that are packed are left out: the
-    others take uniform ones."""
+    """Return one row per shape, type and scan, ours first.
+
+    Packed shapes are left out, because the other scans take uniform ones only.
+    """
     rows = []
     for dtype in dtypes:
         for shape in shapes:

@@ -45,9 +45,12 @@ def _never(shape: Shape) -> str | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A scan by someone else: `make` builds it anew (ImportError where it is not installed),
-    `prepare` turns a and b into its inputs, `finish` its result into [batch, time, channels], and
-    `refuses` says why a shape is not tried."""
+    """A scan of another project.
+
+    `make` builds it (ImportError if it is not installed), `prepare` turns a and b into its inputs,
+    `finish` turns its result into [batch, time, channels], and `refuses` says why a shape is not
+    tried.
+    """
 
     name: str
     make: Callable[[], Scan]
@@ -59,7 +62,7 @@ class Peer:
 
 
 def heinsen(a: Tensor, b: Tensor) -> Tensor:
-    """The log-space scan, logarithms included."""
+    """Return the log-space scan, with the logarithms of its inputs."""
     a_star = a.log().cumsum(dim=1)
     return (a_star + (b.log() - a_star).logcumsumexp(dim=1)).exp()
 
@@ -143,7 +146,7 @@ PEERS = [
 
 
 def available(device: torch.device) -> list[Peer]:
-    """The peers that `device` could run, installed or not."""
+    """Return the peers that `device` could run, installed or not."""
     return [peer for peer in PEERS if device.type == "cuda" or not peer.cuda_only]
 
 
@@ -154,12 +157,12 @@ def _coefficients(pre: Tensor, gates: int) -> tuple[Tensor, Tensor]:
 
 
 def fused_log_space(pre: Tensor, gates: int) -> Tensor:
-    """A whole gated layer in log space, float32: [batch, time, gates * channels] -> h."""
+    """Run a gated layer in log space, float32: [batch, time, gates * channels] -> h."""
     return heinsen(*_coefficients(pre.float(), gates)).to(pre.dtype)
 
 
 def fused_loop(pre: Tensor, gates: int) -> Tensor:
-    """A whole gated layer as a loop of steps with a float32 state, the gates computed at once."""
+    """Run a gated layer as a loop of steps with a float32 state; gates are computed at once."""
     a, b = _coefficients(pre.float(), gates)
     h = torch.empty(pre.shape[0], pre.shape[1], a.shape[2], dtype=pre.dtype, device=pre.device)
     state = torch.zeros_like(a[:, 0])

@@ -44,7 +44,7 @@ def _logits(model: LM, hidden: Tensor) -> Tensor:
 
 
 def _cell(gates: Tensor, hidden: Tensor, cell: str) -> Tensor:
-    """The next state [batch, inner] fp32 from pre-activations [batch, gates * inner]."""
+    """Return the next state [batch, inner] fp32 from pre-activations [batch, gates * inner]."""
     if cell == "mingru":
         k, v = gates.float().chunk(2, dim=-1)
         return torch.lerp(hidden, _g(v), k.sigmoid())
@@ -60,8 +60,8 @@ def _layers(model: LM) -> Iterable[Layer]:
 class Decoder:
     """Decodes `batch` sequences from the initial state; the state stays on the device.
 
-    `compile` freezes the weights, which lets torch lay them out anew. Raises ValueError for a cell
-    that it does not know, and whatever capturing and compiling raise.
+    Mode `compile` freezes the weights, so that torch may change their layout. Raises ValueError for
+    an unknown cell, and whatever capturing and compiling raise.
     """
 
     def __init__(self, model: LM, batch: int, mode: Mode) -> None:
@@ -83,7 +83,7 @@ class Decoder:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Every sequence at its beginning, about to read token 0."""
+        """Reset every sequence to its beginning, about to read token 0."""
         self.tokens.zero_()
         for hidden, initial in zip(self._hidden, self._model.initial_state_rows(), strict=True):
             hidden.copy_(initial.expand_as(hidden))
@@ -91,12 +91,12 @@ class Decoder:
             window.zero_()
 
     def step(self) -> None:
-        """Reads `tokens` [batch] and puts the greedy next ones there."""
+        """Read `tokens` [batch], and replace them by the greedy next ones."""
         self._replay()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Reads tokens [batch] -> logits [batch, vocab] fp32, always eagerly."""
+        """Read tokens [batch]; return logits [batch, vocab] fp32, always eagerly."""
         model, config = self._model, self._model.config
         x = functional.embedding(tokens, model.embedding.weight)
         for layer, hidden, window in zip(_layers(model), self._hidden, self._inputs, strict=True):
@@ -139,8 +139,7 @@ class Decoder:
 
 
 def _compiled(step: Callable[..., Result], *example: Tensor) -> Callable[..., Result]:
-    """`step` under torch.compile with weights that it may take for constants, compiled for inputs
-    like `example`."""
+    """Compile `step` with torch.compile for inputs like `example`, with constant weights."""
     import torch._inductor.config as inductor  # slow to import
 
     torch._dynamo.reset()
@@ -156,8 +155,11 @@ def _compiled(step: Callable[..., Result], *example: Tensor) -> Callable[..., Re
 
 
 def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tensor]:
-    """`read_prompt` of `model` for prompts of `length` tokens. Only `compile` differs from eager,
-    and only up to PIECE tokens: beyond, the same pieces would be compiled one by one."""
+    """Return `read_prompt` of `model` for prompts of `length` tokens.
+
+    Only mode `compile` differs from eager, and only up to PIECE tokens: longer prompts would
+    compile the same pieces one by one.
+    """
 
     def read(tokens: Tensor) -> Tensor:
         return read_prompt(model, tokens)
@@ -169,7 +171,7 @@ def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tens
 
 @torch.no_grad()
 def read_prompt(model: LM, tokens: Tensor) -> Tensor:
-    """Reads one prompt [tokens] from the initial state -> its last token's logits [1, vocab]."""
+    """Read a prompt [tokens] from the initial state; return its last logits [1, vocab]."""
     _supported(model.config)
     config = model.config
     states = list(model.initial_state_rows().clamp(min=1e-30).log())
@@ -201,7 +203,7 @@ def read_prompt(model: LM, tokens: Tensor) -> Tensor:
 
 
 def _log_coefficients(pre: Tensor, cell: str) -> tuple[Tensor, Tensor]:
-    """log a and log b [tokens, inner] of h_t = a_t h_{t-1} + b_t."""
+    """Return log a and log b [tokens, inner] of h_t = a_t h_{t-1} + b_t."""
     if cell == "mingru":
         k, v = pre.chunk(2, dim=-1)
         return -functional.softplus(k), -functional.softplus(-k) + _log_g(v)
@@ -211,14 +213,17 @@ def _log_coefficients(pre: Tensor, cell: str) -> tuple[Tensor, Tensor]:
 
 
 def _log_scan(log_a: Tensor, log_b: Tensor, log_h: Tensor) -> Tensor:
-    """log h of every token [tokens, inner] from the log state before it [inner]."""
+    """Return log h of every token [tokens, inner], from the log state [inner] before it."""
     total = log_a.cumsum(0)
     return total + torch.logcumsumexp(torch.cat((log_h[None], log_b - total)), 0)[1:]
 
 
 def min_lm(config: ModelConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """minGRU-pytorch's model of the same shape with its own random fp32 weights: ids [tokens] ->
-    logits of every token. Raises ImportError where the package is not installed."""
+    """Return minGRU-pytorch's model of the same shape, with random fp32 weights of its own.
+
+    It maps ids [tokens] to the logits of every token. Raises ImportError if the package is not
+    installed.
+    """
     from minGRU_pytorch.minLM import minLM
 
     with device:

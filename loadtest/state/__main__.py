@@ -1,4 +1,4 @@
-"""python -m loadtest.state"""
+"""Run `python -m loadtest.state`."""
 
 from loadtest.state.command import main
 

@@ -12,7 +12,7 @@ from service.terminal.bench.connection import Connection, Server
 
 
 class Answer(NamedTuple):
-    """Seconds from the request's sending."""
+    """An answer, with its seconds from sending the request."""
 
     content: bytes
     first: float  # until the first byte of the answer's body
@@ -23,14 +23,14 @@ class Answer(NamedTuple):
 
 
 class Asker:
-    """Raises RuntimeError for every answer that is not 200."""
+    """One connection; raises RuntimeError for every answer that is not 200."""
 
     def __init__(self, url: str) -> None:
         self._server = Server(url, {})
         self._connection: Connection | None = None
 
     async def ask(self, method: str, path: str, body: Any = None) -> Answer:
-        """`body`: bytes as they are, else JSON."""
+        """Send a request; `body` is bytes, or an object to send as JSON."""
         if isinstance(body, bytes):
             content, kind = body, "application/octet-stream"
         else:
@@ -58,7 +58,7 @@ class Asker:
         return await self.ask("POST", path, body)
 
     async def first_token(self, prompt: str, **more: Any) -> float:
-        """Seconds until a stream's first token has come."""
+        """Return the seconds until the first token of a stream has arrived."""
         body = {"prompts": [prompt], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         return (await self.post("/v1/generate", {**body, "stream": True, **more})).first
 
@@ -72,8 +72,7 @@ def _encode(body: Any) -> bytes:
 
 
 class Texts:
-    """Texts that share no beginning with another, of letters: a token each where tokens are
-    bytes."""
+    """Texts of letters, no two of which begin alike; a letter is a token of a byte-level model."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -82,5 +81,5 @@ class Texts:
         return "".join(self._random.choices(string.ascii_letters + " ", k=length))
 
     def salt(self) -> str:
-        """One that nobody had."""
+        """Return an unused cache salt."""
         return f"{self._random.getrandbits(64):x}"

@@ -38,7 +38,7 @@ Verdict = tuple[str, str, str, bool]
 
 
 def judge(found: dict[str, Any]) -> list[Verdict]:
-    """What was seen, the bar, and whether it is reached, for the parts that were measured."""
+    """Return figure, bar and whether it is reached, for the parts that were measured."""
     verdicts: list[Verdict] = []
     if "copies" in found:
         cost, step = restore_cost(found["copies"]), found["copies"]["decode_step"]
@@ -182,7 +182,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 where a request for a session failed; 2 where nothing could be measured."""
+    """Return 1 if a request for a session failed, 2 if nothing could be measured, else 0."""
     args = _options().parse_args(argv)
     print_environment()
     settings = {

@@ -17,8 +17,10 @@ from service.text.tokenizer import Tokenizer
 async def first_tokens(
     asker: Asker, texts: Texts, length: int, asks: int, rows: int
 ) -> dict[str, list[float]]:
-    """Seconds until the first token after a context of so many letters, by where it comes from.
-    The device holds `rows` states."""
+    """Return the seconds to the first token after a context of `length` letters, by its source.
+
+    The device holds `rows` states.
+    """
     context = texts.draw(length)
     times: dict[str, list[float]] = {"prompt of one token": []}
     for name in ("cold", "the second, which finds where they part"):
@@ -49,7 +51,7 @@ async def first_tokens(
 
 
 def reading_seconds(tokenizer: Tokenizer, length: int, asks: int) -> float:
-    """What parsing and tokenising such a prompt take, here, at the median."""
+    """Return the median seconds to parse and tokenise such a prompt."""
     body = encode({"prompts": [Texts(0).draw(length)]})
     times = []
     for _ in range(asks):
@@ -66,7 +68,7 @@ def _parse(body: bytes) -> Any:
 
 
 async def samples(url: str, texts: Texts, length: int, n: int, tokens: int) -> dict[str, float]:
-    """Seconds of `n` samples of one prompt, and of as many requests that share nothing."""
+    """Return the seconds of `n` samples of one prompt, and of `n` requests that share nothing."""
     asker = Asker(url)
 
     async def complete(asker: Asker, prompt: str, n: int, tokens: int) -> float:
@@ -86,8 +88,10 @@ async def samples(url: str, texts: Texts, length: int, n: int, tokens: int) -> d
 
 
 async def continuations(url: str, texts: Texts, length: int, count: int) -> dict[str, float]:
-    """Seconds in which so many continuations of one context are scored, in one request and in one
-    each that share nothing."""
+    """Return the seconds to score `count` continuations of one context.
+
+    They are sent in one request, and as one request each with contexts that share nothing.
+    """
     asker = Asker(url)
     context, endings = texts.draw(length), [texts.draw(8) for _ in range(count)]
 

@@ -13,7 +13,7 @@ Times = dict[str, list[float]]
 
 
 async def copies(asker: Asker, texts: Texts, asks: int, url: str) -> dict[str, Any]:
-    """Seconds of each kind of request, sorted into turns, and what a state has in bytes."""
+    """Return the seconds of each kind of request, made in turn, and the bytes of a state."""
     made = (await asker.post("/v1/states", {"prompt": texts.draw(64)})).json()
     state, path = made["id"], f"/v1/states/{made['id']}"
     content = (await asker.ask("GET", f"{path}/content")).content
@@ -71,7 +71,7 @@ async def copies(asker: Asker, texts: Texts, asks: int, url: str) -> dict[str, A
 
 
 def restore_cost(found: dict[str, Any]) -> float:
-    """Seconds that it takes longer to begin after a state than with nothing."""
+    """Return how many more seconds it takes to start from a state than from nothing."""
     times = found["times"]
     after, plain = times["first token after a state"], times["first token, prompt of one"]
     return percentile(after, 50) - percentile(plain, 50)

@@ -17,7 +17,10 @@ PROMPT = 8  # letters of a turn
 async def sessions(
     subject: Subject, texts: Texts, count: int, resumes: int, clients: int, seed: int
 ) -> dict[str, Any]:
-    """What was seen. Each turn's state must have grown by just that turn: else it is an error."""
+    """Measure sessions.
+
+    Raises RuntimeError if a turn's state has not grown by just that turn.
+    """
     lengths: dict[str, int] = {}
     errors: list[str] = []
     before = subject.memory()

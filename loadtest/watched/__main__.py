@@ -1,4 +1,4 @@
-"""python -m loadtest.watched"""
+"""Run `python -m loadtest.watched`."""
 
 from loadtest.watched.command import main
 

@@ -34,7 +34,7 @@ Row = tuple[str, str, str, str]  # what, of what, values, verdict
 
 
 def queries(dashboard: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Every panel's title, legends and queries, as Grafana would send them."""
+    """Return every panel's title, legend and query, as Grafana would send them."""
     found = []
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
@@ -46,7 +46,7 @@ def queries(dashboard: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def shown(values: list[float]) -> tuple[str, str]:
-    """The values in short, and the verdict: there must be one, and a number."""
+    """Return the values in short, and the verdict: at least one value, each a number."""
     numbers = [value for value in values if math.isfinite(value)]
     text = ", ".join(f"{value:.4g}" for value in numbers[:4])
     if len(values) > 4:
@@ -55,7 +55,7 @@ def shown(values: list[float]) -> tuple[str, str]:
 
 
 def judge(prometheus: Prometheus, dashboard: dict[str, Any]) -> list[Row]:
-    """A row for every query and rule."""
+    """Return a row for every query and rule."""
     rows: list[Row] = []
     for title, legend, query in queries(dashboard):
         rows.append((title, legend, *shown(prometheus.values(query))))
@@ -71,7 +71,7 @@ def judge(prometheus: Prometheus, dashboard: dict[str, Any]) -> list[Row]:
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """All rows. Raises RuntimeError where the server or Prometheus does not start."""
+    """Return all rows. Raises RuntimeError if the server or Prometheus does not start."""
     with Subject(**SETTINGS) as subject:
         asyncio.run(subject.started())
         with Prometheus(subject.url.removeprefix("http://"), args.prometheus) as prometheus:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Run the check and return the exit code."""
     options = command_line("watched", __doc__)
     options.add_argument("--seconds", type=float, default=60.0, help="of traffic")
     options.add_argument("--prometheus", default="prometheus", help="the Prometheus program")

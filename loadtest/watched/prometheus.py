@@ -18,10 +18,10 @@ START_SECONDS = 30.0
 
 
 class Prometheus:
-    """Runs from `__enter__` to `__exit__`; its data are gone afterwards."""
+    """A Prometheus from `__enter__` to `__exit__`, whose data are deleted at the end."""
 
     def __init__(self, target: str, program: str = "prometheus") -> None:
-        """`target` is HOST:PORT. Raises RuntimeError where there is no such program or target."""
+        """Take a target HOST:PORT. Raises RuntimeError for a wrong target or no program."""
         found = shutil.which(program)
         if found is None:
             raise RuntimeError(f"{program} is not installed (Debian: apt-get install prometheus)")
@@ -76,12 +76,12 @@ class Prometheus:
         return answer["data"]
 
     def values(self, query: str) -> list[float]:
-        """What an instant query gives just now. Raises RuntimeError for one that is wrong."""
+        """Return the values of an instant query. Raises RuntimeError for a wrong query."""
         data = self._ask("query", query=query)
         samples = [data] if data["resultType"] == "scalar" else data["result"]
         return [float(sample["value"][1]) for sample in samples]
 
     def rules(self) -> list[dict[str, Any]]:
-        """Every rule as Prometheus tells of it: name, type, query, health, lastError, state."""
+        """Return every rule: name, type, query, health, lastError, state."""
         groups: list[dict[str, Any]] = self._ask("rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]

@@ -20,7 +20,7 @@ ENGINE_DIES = 0.3  # of the time, after which all windows fill again
 
 
 class Traffic:
-    """Asks one server for so many seconds; whatever it answers is right."""
+    """Sends requests to one server for some seconds; every answer is accepted."""
 
     def __init__(self, subject: Subject, seconds: float) -> None:
         self._subject = subject
@@ -55,7 +55,7 @@ class Traffic:
         await self._post("/v1/generate", body)
 
     async def _complete(self) -> None:
-        """A prompt that is known after its first time."""
+        """Send a prompt that is in the prefix cache after its first time."""
         await self._post("/v1/completions", {"prompt": "ROMEO:\nWhat light? " * 4, "n": 2})
 
     async def _score(self) -> None:
@@ -70,7 +70,7 @@ class Traffic:
         await self._post("/v1/completions", {"prompt": "O ", "session_id": name, "max_tokens": 8})
 
     async def _match(self) -> None:
-        """A grammar that nobody has asked for before."""
+        """Ask for a grammar that was not used before."""
         choice = {"choice": [self._texts.draw(8), self._texts.draw(8)]}
         await self._post("/v1/generate", {"prompts": ["KING:"], "structured_outputs": choice})
 
@@ -89,6 +89,6 @@ class Traffic:
         await asyncio.gather(*(self._generate() for _ in range(CROWD)))
 
     async def _kill(self) -> None:
-        """Once, so that there is an engine that was started again."""
+        """Kill the engine once, so that a restart is counted."""
         await asyncio.sleep(max(0.0, self._death - time.monotonic()))
         self._subject.signal_engine(signal.SIGKILL)

@@ -29,7 +29,7 @@ from service.text.stop import StopStrings
 
 logger = logging.getLogger(__name__)
 
-RUN_ON = 2**16  # tokens that the engine may generate beyond an end that is found here
+RUN_ON = 2**16  # tokens beyond max_tokens that the engine may generate until the end is found here
 MOST_TOKENS = 2**31 - 1  # largest max_tokens of a request
 
 

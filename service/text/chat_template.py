@@ -40,8 +40,8 @@ NO_TEMPLATE = (
     "/v1/completions"
 )
 NO_MARKS = (
-    "messages that hold special tokens, or are continued, may not hold nearly all of the "
-    "characters U+FDD0 to U+FDEF"
+    "messages that hold special tokens, or are continued, must leave two of the characters "
+    "U+FDD0 to U+FDEF unused"
 )
 
 # Variables that requests may not set, in addition to the names of special tokens.

@@ -1,1 +1,1 @@
-"""What README.md and docker/README.md tell people to type."""
+"""Tests of the project's pages: they render, their links work, their commands run."""

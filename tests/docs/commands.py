@@ -1,7 +1,7 @@
-"""Every command of the pages, and the one table of how each is tried.
+"""Every command of the pages, and the table of how each is tested.
 
-A fenced `sh` block is cut into commands as a shell would cut it. RULES says of each how it is
-tried; a command that no rule knows fails the tests, as does a rule that knows no command.
+A fenced `sh` block is cut into commands as a shell would cut it. RULES says for each command how it
+is tested. A command without a rule fails the tests, and so does a rule without a command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ How = Literal["run", "whole", "options", "apart"]
 
 
 class Rule(NamedTuple):
-    """How commands that begin like this are tried."""
+    """How commands that begin with `begins` are tested."""
 
     begins: str
     how: How
@@ -80,7 +80,7 @@ RULES = (
 
 
 class Command(NamedTuple):
-    """A command, where it stands, and how it is tried."""
+    """A command of a page, its line, and its rule."""
 
     page: str
     line: int
@@ -89,7 +89,10 @@ class Command(NamedTuple):
 
 
 def cut(block: str) -> Iterator[tuple[int, str]]:
-    """The commands of a block, and which of its lines each begins on."""
+    """Yield the commands of a block, each with the index of its first line in the block.
+
+    Raises ValueError for an incomplete command.
+    """
     held, begun = "", 0
     for number, line in enumerate(block.splitlines()):
         if not held and not line.strip():
@@ -105,7 +108,7 @@ def cut(block: str) -> Iterator[tuple[int, str]]:
 
 
 def rule(text: str) -> Rule:
-    """The first that knows the command. Raises LookupError."""
+    """Return the first rule for a command. Raises LookupError if there is none."""
     for one in RULES:
         if text.startswith(one.begins):
             return one

@@ -26,7 +26,7 @@ PARSER = MarkdownIt("commonmark").enable("table")
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and the page's line that its text begins on."""
+    """A fenced block: its language, its text, and the line of the page where its text begins."""
 
     page: str
     line: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A link or an image of a page, with the line that its paragraph begins on."""
+    """A link or an image of a page, with the line where its paragraph begins."""
 
     line: int
     target: str

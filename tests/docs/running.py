@@ -1,4 +1,4 @@
-"""Runs blocks of commands as a reader would: in a folder of their own, against a running server."""
+"""Runs blocks of commands as a reader would: in an empty folder, against a running server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEW = 2000  # bytes of README.md in that folder: the commands that read it are t
 
 
 def prepare(folder: Path) -> None:
-    """What the commands expect to find: the checkout, a text, figures of two runs."""
+    """Create the files that the commands read, and the programs minserve and python."""
     (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes()[:FEW])
     (folder / "FILE").write_text("But soft! what light through yonder window breaks?\n" * 8)
     (folder / "tinyshakespeare.txt").write_text((folder / "FILE").read_text() * 200)
@@ -30,7 +30,10 @@ def prepare(folder: Path) -> None:
 
 
 def run(block: str, folder: Path, url: str, timeout: float, **variables: str) -> str:
-    """What a block prints. Raises AssertionError where a command fails or a server says error."""
+    """Run a block and return its output.
+
+    Raises AssertionError if a command fails or a server answers with an error.
+    """
     paths = os.pathsep.join([str(folder / ".programs"), os.environ["PATH"]])
     python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

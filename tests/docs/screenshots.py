@@ -32,7 +32,7 @@ WAIT = 60_000  # ms for an answer
 
 
 def playground(page: Any, server: Server) -> None:
-    """An answer with its tokens' probabilities, a tree of states, the inspector of one token."""
+    """Show an answer with its tokens' probabilities, a tree of states and a token's details."""
     turn, _, _ = PROMPT.rpartition("\nJULIET:\n")
     for body in (
         {"prompt": turn, "id": "balcony"},
@@ -54,7 +54,7 @@ def playground(page: Any, server: Server) -> None:
 
 
 def load_test(page: Any, server: Server) -> None:
-    """The page that `python -m loadtest.http --html` writes, of a short run against this server."""
+    """Show the page that `python -m loadtest.http --html` writes after a short run."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "run.html"
         subprocess.run(

@@ -1,4 +1,4 @@
-"""Commands that are quick run as they stand; of the others the options are read by the program."""
+"""Quick commands of the pages run as they stand; the options of all others are parsed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def url(page: str) -> Iterator[str]:
-    """A server for the readers of one page, whose admin key is the one that pages make up."""
+    """Run a server for one page, with the admin key KEY."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINSERVE_ADMIN_KEY", KEY)
         server = Server("--device", "cpu", "--threads", "1")
@@ -68,7 +68,7 @@ def test_blocks_are_cut_as_a_shell_cuts_them() -> None:
 
 
 def test_what_is_quick_runs(page: str, url: str, folder: Path) -> None:
-    """In the page's order, for later commands build on earlier ones."""
+    """Blocks run in the page's order, since later ones build on earlier ones."""
     for block in quick(page):
         where = f"{page}:{block.line}"
         if block.language == "python":
@@ -92,11 +92,11 @@ def test_the_dashboard_is_what_its_command_makes(tmp_path: Path) -> None:
 
 
 class Parsed(Exception):
-    """The options were taken; nothing else is to happen."""
+    """The options were parsed; nothing else should run."""
 
 
 def parse_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -> None:
-    """Raises Parsed; SystemExit where an option is not known or not allowed."""
+    """Parse a module's options: raises Parsed, or SystemExit for a wrong option."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +109,7 @@ def parse_module(module: str, arguments: list[str], patch: pytest.MonkeyPatch) -
 
 
 def parse_command(arguments: list[str]) -> None:
-    """Raises typer's UsageError where an option is not known or not allowed."""
+    """Parse a command's options. Raises typer's UsageError for a wrong option."""
     group: Any = typer.main.get_command(app)
     group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
 
@@ -138,7 +138,7 @@ def test_an_option_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("page", pages())
 def test_pages_name_files_that_exist(page: str) -> None:
-    """In commands, as paths of the checkout."""
+    """Paths of the checkout in pages and their commands exist."""
     for path in set(
         re.findall(r"(?<![\w/.-])(?:docker|loadtest|tests|engine)/[\w./-]+\w", text_of(page))
     ):

@@ -1,4 +1,4 @@
-"""Pages render as they were meant, and their links lead somewhere."""
+"""The pages render as intended, and their links and anchors exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_tables_render(page: str) -> None:
-    """Every line that looks like a row is one, and has as many cells as its header."""
+    """Every line that looks like a row is one, with as many cells as its header."""
     lines = text_of(page).splitlines()
     covered: dict[int, int] = {}
     for token in tokens(page):
@@ -55,7 +55,7 @@ def test_tables_render(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_line_becomes_a_list_by_accident(page: str) -> None:
-    """As a paragraph that was wrapped before a number with a full stop, or before a dash."""
+    """No wrapped line begins with a list mark, such as a number with a full stop or a dash."""
     lines = text_of(page).splitlines()
     inside = 0  # lists around the present token
     number = 0  # of the last item of a numbered list

@@ -1,10 +1,10 @@
-"""The commands of the pages that take minutes, one after the other.
+"""Run the commands of the pages that take minutes, one after the other.
 
     python -m tests.docs.whole TEXT [BEGINNING]
 
-TEXT is tinyshakespeare.txt, or another text; BEGINNING is that of the commands that are wanted.
-They run as they stand, but for the address of the server. Exit code 1 if one fails, as the load
-test does where requests were not answered: the machine has to be quiet. .ci/full runs it.
+TEXT is tinyshakespeare.txt, or another text; only commands that begin with BEGINNING run. They run
+as they stand, except for the server's address. Exit code 1 if one fails, as the load test does if
+requests were not answered: the machine must be quiet. .ci/full runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HTTP = "python -m loadtest.http"
 
 
 def main(argv: list[str]) -> int:
-    """The exit code."""
+    """Run the commands and return the exit code."""
     text, beginning = argv[0], (argv[1:] or [""])[0]
     failed = 0
     with tempfile.TemporaryDirectory() as name:

@@ -238,7 +238,7 @@ async def read_stops(
     if distinct and tokenizer is None:
         raise invalid(
             "stop",
-            "not supported, because the model has no tokenizer.json and no text; use "
+            "is not supported, because the model has no tokenizer.json and so no text; use "
             "stop_token_ids",
         )
     size = sum(len(text) for texts in distinct for text in texts)
