@@ -13,7 +13,9 @@ class Prompts:
 
     def __init__(self, data: Path | None, least: int, most: int, seed: int) -> None:
         if not 1 <= least <= most:
-            raise ValueError(f"prompts of {least} to {most} characters: need 1 <= least <= most")
+            raise ValueError(
+                f"prompts of {least} to {most} characters; allowed: at least 1, ascending"
+            )
         self._text = Text(data)
         self._least, self._most = least, most
         self._random = random.Random(seed)

@@ -136,7 +136,7 @@ class Bench:
         for _ in range(SAMPLES):
             if (sample := self._sample(case, served)) is not None:
                 return sample
-        raise RuntimeError(f"{case.name}: not three events a prompt")
+        raise RuntimeError(f"{case.name}: the answers do not have three events per prompt")
 
     @staticmethod
     def _sample(case: Case, served: Served) -> Sample | None:

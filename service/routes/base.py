@@ -91,7 +91,7 @@ class StrictRequest(Request):
         except TimeoutError as error:
             raise ApiError(
                 408,
-                f"the body did not come within {seconds:g} s (receive_timeout)",
+                f"the body did not arrive within {seconds:g} s (receive_timeout)",
                 code="body_too_slow",
                 headers={"Connection": "close"},
             ) from error

@@ -48,7 +48,9 @@ def check_model(asked: str | None, served: str, info: ModelInfo) -> None:
 def check_same_most(most: int | None, completion: int | None) -> None:
     """Raise ApiError 400 if max_tokens and max_completion_tokens, its other name, differ."""
     if None not in (most, completion) and most != completion:
-        raise invalid("max_tokens", f"allowed: null or max_completion_tokens ({completion})")
+        raise invalid(
+            "max_tokens", f"is {most}; allowed: null or max_completion_tokens ({completion})"
+        )
 
 
 async def read_prompt(
@@ -209,7 +211,9 @@ def read_timeout(value: float | None, settings: Settings) -> float:
     if value is None:
         return min(settings.request_timeout, settings.max_request_timeout)
     if value > settings.max_request_timeout:
-        raise invalid("timeout", f"allowed: up to {settings.max_request_timeout:g} seconds")
+        raise invalid(
+            "timeout", f"is {value:g} seconds; allowed: up to {settings.max_request_timeout:g}"
+        )
     return value
 
 

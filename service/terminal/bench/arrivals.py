@@ -36,7 +36,7 @@ def schedule(
     if not (rate > 0 and math.isfinite(rate)):
         raise ValueError(f"the rate is {rate} requests per second; allowed: above 0")
     if (count is None) == (seconds is None):
-        raise ValueError("allowed: either the number of requests or the seconds")
+        raise ValueError("requests and seconds are both given, or neither; allowed: one of them")
     if kind == "ramp":
         if seconds is None or rate_to is None or rate_to < 0:
             raise ValueError("a ramp needs --seconds and --rate-to, the rate at its end")

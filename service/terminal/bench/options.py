@@ -163,9 +163,9 @@ def _check_measured(slo: Slo, asked: RequestOptions) -> None:
 def workload_of(args: argparse.Namespace) -> Workload:
     """Return the workload of the options, for all processes together. Raises ValueError."""
     if sum(source is not None for source in (args.data, args.lines, args.ids)) > 1:
-        raise ValueError("allowed: one of --data, --lines and --ids")
+        raise ValueError("several of --data, --lines and --ids are given; allowed: one of them")
     if args.requests is not None and args.seconds is not None:
-        raise ValueError("allowed: one of --requests and --seconds")
+        raise ValueError("--requests and --seconds are both given; allowed: one of them")
     for name in ("requests", "seconds", "max_concurrency", "ids", "timeout"):
         value = getattr(args, name)
         if value is not None and value <= 0:
