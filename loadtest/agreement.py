@@ -81,13 +81,19 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     options = command_line("agreement", __doc__)
-    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    options.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
     options.add_argument("--data", type=Path, help="text file to cut prompts from")
-    options.add_argument("--clients", type=int, default=64, help="that ask at once")
-    options.add_argument("--max-tokens", type=int, default=64, help="of each answer")
-    options.add_argument("--min-prompt", type=int, default=1, help="shortest, bytes")
-    options.add_argument("--max-prompt", type=int, default=5000, help="longest, bytes")
-    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument(
+        "--clients", type=int, default=64, help="clients that ask at the same time"
+    )
+    options.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
+    options.add_argument(
+        "--min-prompt", type=int, default=1, help="length of the shortest prompt, bytes"
+    )
+    options.add_argument(
+        "--max-prompt", type=int, default=5000, help="length of the longest prompt, bytes"
+    )
+    options.add_argument("--seed", type=int, default=0, help="seed of the prompts")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     figures = asyncio.run(run(args))

@@ -146,11 +146,11 @@ def measure_gain(runner: ModelRunner, context: int, repeats: int) -> None:
 
 def main() -> None:
     parser = command_line("cache", __doc__)
-    parser.add_argument("--model", default="shakespeare-mingru", help="a bundled one or a folder")
+    parser.add_argument("--model", default="shakespeare-mingru", help="a bundled model or a folder")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--context", type=int, default=20_000, help="length of the context, tokens")
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     args = parser.parse_args()
     config = EngineConfig(model=args.model, device=args.device, threads=args.threads, max_slots=64)
     on = ModelRunner(config)

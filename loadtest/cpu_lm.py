@@ -223,10 +223,18 @@ def _row(
 def main(arguments: list[str] | None = None) -> None:
     parser = command_line("cpu_lm", __doc__)
     parser.add_argument(
-        "--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: both"
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=list(MODELS),
+        help="models to measure (default: both)",
     )
     parser.add_argument(
-        "--weights", nargs="+", choices=KINDS, default=list(KINDS), help="default: all"
+        "--weights",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="kinds of weights (default: all)",
     )
     parser.add_argument(
         "--batches",
@@ -237,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill, 0 for none")
     parser.add_argument("--threads", type=int, default=device.usable_cpus(), help="CPU threads")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each measurement")
     parser.add_argument("--peer", action="store_true", help="measure torch.compile too")
     parser.add_argument("--best", action="store_true", help="print the quickest calls, not medians")
     given = parser.parse_args(arguments)

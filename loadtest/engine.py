@@ -77,14 +77,14 @@ def _options() -> argparse.ArgumentParser:
         nargs="+",
         choices=get_args(CellName),
         default=["mingru"],
-        help="of models with random weights (default: mingru)",
+        help="cells of models with random weights (default: mingru)",
     )
     options.add_argument(
         "--dtype",
         nargs="+",
         choices=get_args(DtypeName),
         default=["bfloat16"],
-        help="of the weights (default: bfloat16)",
+        help="types of the weights (default: bfloat16)",
     )
     options.add_argument(
         "--quantize",
@@ -105,7 +105,11 @@ def _options() -> argparse.ArgumentParser:
         "--prefill", "--prompt", type=_count, nargs="+", help="prompt lengths, tokens"
     )
     options.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts to measure (default: all)",
     )
     options.add_argument(
         "--peer",
@@ -120,7 +124,9 @@ def _options() -> argparse.ArgumentParser:
         type=float,
         help="about how long one figure may take (default: 0.15 on a GPU, 0.5 on a CPU)",
     )
-    options.add_argument("--budget-seconds", type=float, help="start no measurement after so long")
+    options.add_argument(
+        "--budget-seconds", type=float, help="start no measurement after this many seconds"
+    )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     options.add_argument("--png", type=Path, help="draw the figures to this file")
     return options

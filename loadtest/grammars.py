@@ -274,9 +274,11 @@ def _beside(engine: Engine, streams: int, name: str, count: int) -> tuple[float,
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the tables; return the exit code."""
     parser = command_line("grammars", __doc__)
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="of the masks' tokenizer")
-    parser.add_argument("--streams", type=int, default=32, help="in one engine")
-    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument(
+        "--vocab-size", type=int, default=32_000, help="tokens of the tokenizer for the masks"
+    )
+    parser.add_argument("--streams", type=int, default=32, help="streams in one engine")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of the engine")
     parser.add_argument(
         "--model",
@@ -286,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument(
-        "--tokenizer", type=Path, help="a folder with a tokenizer.json of --vocab-size"
+        "--tokenizer", type=Path, help="a folder with a tokenizer.json of --vocab-size tokens"
     )
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args(argv)

@@ -332,26 +332,34 @@ def turning(batch: int, low: int, high: int) -> list[int]:
 def main(argv: list[str] | None = None) -> int:
     options = command_line("host", __doc__)
     options.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 64, 1024], help="default: 1 64 1024"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 64, 1024],
+        help="numbers of slots (default: 1 64 1024)",
     )
     options.add_argument(
         "--step-ms",
         type=float,
         nargs="+",
         default=[0.12, 0.26, 0.57],
-        help="a step of the device, one for each batch (default: 0.12 0.26 0.57)",
+        help="milliseconds of a device step, one value per batch (default: 0.12 0.26 0.57)",
     )
-    options.add_argument("--tokens", type=int, default=1 << 19, help="in all, for each batch")
-    options.add_argument("--seconds", type=float, default=1.0, help="of each paced run")
+    options.add_argument(
+        "--tokens", type=int, default=1 << 19, help="tokens in all, for each batch"
+    )
+    options.add_argument("--seconds", type=float, default=1.0, help="seconds of each paced run")
     options.add_argument(
         "--answers",
         type=int,
         nargs=2,
         default=[128, 384],
-        help="shortest and longest of turning (default: 128 384)",
+        help="shortest and longest answer of turning, tokens (default: 128 384)",
     )
     options.add_argument("--share", action="store_true", help="measure what a request costs, too")
-    options.add_argument("--repeat", type=int, default=3, help="runs; the median counts")
+    options.add_argument(
+        "--repeat", type=int, default=3, help="runs of each measurement; the median counts"
+    )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     if len(args.step_ms) != len(args.batch):

@@ -93,7 +93,7 @@ async def run(subject: Subject, connections: int, asks: int) -> dict[str, list[f
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every /health was in time, 1 if not, 2 if it cannot be measured."""
     options = command_line("idle", __doc__)
-    options.add_argument("--connections", type=int, default=10_000, help="idle or slow ones")
+    options.add_argument("--connections", type=int, default=10_000, help="idle or slow connections")
     options.add_argument("--asks", type=int, default=200, help="timed requests of each kind")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)

@@ -70,19 +70,23 @@ def _options() -> argparse.ArgumentParser:
         help="cpu, cuda or cuda:N",
     )
     options.add_argument(
-        "--cases", nargs="+", choices=list(TITLES), default=list(TITLES), help="default: all"
+        "--cases",
+        nargs="+",
+        choices=list(TITLES),
+        default=list(TITLES),
+        help="cases to measure (default: all)",
     )
     options.add_argument(
         "--shapes",
         nargs="+",
-        help="of scans, as in 8x4096x2048, varlen128x8192x2048 or 127x16in2048x1152; of others, "
-        "as in 16x768",
+        help="shapes: of scans, as in 8x4096x2048, varlen128x8192x2048 or "
+        "127x16in2048x1152; of others, as in 16x768",
     )
     options.add_argument(
         "--dtype",
         nargs="+",
         choices=["float32", "bfloat16", "float16"],
-        help="default: float32 and bfloat16, for steps bfloat16",
+        help="types to measure (default: float32 and bfloat16, for steps bfloat16)",
     )
     options.add_argument("--quick", action="store_true", help="use smaller shapes on the CPU")
     options.add_argument("--json", type=Path, help="write every figure to this file")

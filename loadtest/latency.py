@@ -58,13 +58,17 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; always return 0, because the bars depend on the machine."""
     options = command_line("latency", __doc__)
     options.add_argument(
-        "--share", type=float, default=0.5, help="of the saturated rate that is sent"
+        "--share", type=float, default=0.5, help="share of the saturated rate to send"
     )
-    options.add_argument("--seconds", type=float, default=20.0, help="of the measured load")
-    options.add_argument("--slots", type=int, default=32, help="of the server")
+    options.add_argument("--seconds", type=float, default=20.0, help="seconds of the measured load")
+    options.add_argument("--slots", type=int, default=32, help="slots of the server")
     options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
-    options.add_argument("--prompt-length", default="64", help="characters, as in minserve bench")
-    options.add_argument("--output-length", default="64", help="tokens, as in minserve bench")
+    options.add_argument(
+        "--prompt-length", default="64", help="prompt length in characters, as in minserve bench"
+    )
+    options.add_argument(
+        "--output-length", default="64", help="answer length in tokens, as in minserve bench"
+    )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()

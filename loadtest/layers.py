@@ -228,10 +228,13 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype",
         nargs="+",
         choices=sorted(PRECISIONS),
-        help="default: float32, bfloat16, on CUDA tf32 too",
+        help="types to measure (default: float32, bfloat16, on CUDA tf32 too)",
     )
     options.add_argument(
-        "--bias", action=argparse.BooleanOptionalAction, default=True, help="biases in all layers"
+        "--bias",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use biases in all layers",
     )
     options.add_argument(
         "--quick", action="store_true", help="use tiny sizes, to check that it runs"
@@ -239,7 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--budget-seconds",
         type=float,
-        help="start no measurement after so long, and print what there is (default: no limit)",
+        help="start no measurement after this many seconds, and print what there is "
+        "(default: no limit)",
     )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)

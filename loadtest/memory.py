@@ -42,12 +42,12 @@ def resident_bytes(pid: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     options = command_line("memory", __doc__)
-    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    options.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
     options.add_argument(
         "--pid", type=int, required=True, help="process id of the server, on this machine"
     )
     options.add_argument("--data", type=Path, help="text file to cut the prompt from")
-    options.add_argument("--bytes", type=int, default=1_000_000, help="length of the prompt")
+    options.add_argument("--bytes", type=int, default=1_000_000, help="length of the prompt, bytes")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     text = Prompts(args.data, args.bytes, args.bytes, seed=0).draw()

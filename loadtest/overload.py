@@ -129,14 +129,20 @@ def main(argv: list[str] | None = None) -> int:
     The other bars depend on this machine's speed and memory, so they do not affect the exit code.
     """
     options = command_line("overload", __doc__)
-    options.add_argument("--times", type=float, default=5.0, help="of the peak's rate")
-    options.add_argument("--seconds", type=float, default=60.0, help="of the overload")
+    options.add_argument(
+        "--times", type=float, default=5.0, help="overload as a multiple of the peak's rate"
+    )
+    options.add_argument("--seconds", type=float, default=60.0, help="seconds of the overload")
     options.add_argument("--probe", type=float, default=10.0, help="seconds of each other run")
-    options.add_argument("--slots", type=int, default=32, help="of the server")
+    options.add_argument("--slots", type=int, default=32, help="slots of the server")
     options.add_argument("--waiting", type=int, default=64, help="most requests in the queue")
     options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
-    options.add_argument("--prompt-length", default="64", help="characters, as in minserve bench")
-    options.add_argument("--output-length", default="32", help="tokens, as in minserve bench")
+    options.add_argument(
+        "--prompt-length", default="64", help="prompt length in characters, as in minserve bench"
+    )
+    options.add_argument(
+        "--output-length", default="32", help="answer length in tokens, as in minserve bench"
+    )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()

@@ -24,7 +24,7 @@ ALLOWED = 1e-3  # nats per scored token
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if the two losses differ by more than ALLOWED, else 0."""
     options = command_line("scoring", __doc__)
-    options.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    options.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server")
     options.add_argument(
         "--data", type=Path, required=True, help="the text that the model was trained on"
     )

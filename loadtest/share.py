@@ -134,13 +134,15 @@ def checks(
 def main(argv: list[str] | None = None) -> int:
     """Return 0 if every request was answered; the bars depend on the machine's speed."""
     options = command_line("share", __doc__)
-    options.add_argument("--model", choices=list(SIZES), default="113m", help="with random weights")
+    options.add_argument(
+        "--model", choices=list(SIZES), default="113m", help="a model with random weights"
+    )
     options.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="cpu, cuda or cuda:N",
     )
-    options.add_argument("--slots", type=int, default=1024, help="of each engine")
+    options.add_argument("--slots", type=int, default=1024, help="slots of each engine")
     options.add_argument("--batch", type=int, default=64, help="prompts per request")
     options.add_argument(
         "--stream", action="store_true", help="ask for streams, with an event per token"
@@ -155,9 +157,11 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--prompt-length", default="16", help=f"tokens: {LENGTHS}")
     options.add_argument("--output-length", default="128", help=f"tokens: {LENGTHS}")
     options.add_argument(
-        "--logprobs", type=int, help="ask for log-probabilities, with so many best tokens"
+        "--logprobs", type=int, help="ask for log-probabilities, with this many most likely tokens"
     )
-    options.add_argument("--seconds", type=float, default=20.0, help="of the load over HTTP")
+    options.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds of the load over HTTP"
+    )
     options.add_argument("--threads", type=int, help="CPU threads of the engine")
     options.add_argument(
         "--engines", type=int, default=1, help="engines of the server, each on a GPU"

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         type=float,
         nargs="+",
         default=[1.0, 1.5, 2.3, 3.0],
-        help="times as slow as a quick host (default: 1 1.5 2.3 3)",
+        help="how many times slower the host is than a quick one (default: 1 1.5 2.3 3)",
     )
     options.add_argument("--turns", type=int, default=20, help="requests of each slot")
     options.add_argument("--json", type=Path, help="write every figure to this file")

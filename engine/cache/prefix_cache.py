@@ -181,7 +181,8 @@ class PrefixCache:
         """Return whether marks are useless for the sequence: a short prompt while rows are short.
 
         Its state, which nobody asked for, could not be stored. Samples of one prompt, except for
-        the first, may still wait for each other."""
+        the first, may still wait for each other.
+        """
         if not self._tiers.crowded or sequence.cache_points or sequence.request.sampling.choice:
             return False
         length = sequence.prompt_tokens

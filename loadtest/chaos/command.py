@@ -89,9 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the scenarios; return exit code 0 if every result is good, else 1."""
     options = command_line("chaos", chaos.__doc__)
     options.add_argument(
-        "--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), help="default: all"
+        "--scenarios",
+        nargs="+",
+        choices=SCENARIOS,
+        default=list(SCENARIOS),
+        help="scenarios to run (default: all)",
     )
-    options.add_argument("--users", type=int, default=16, help="who load the server")
+    options.add_argument("--users", type=int, default=16, help="users who load the server")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()

@@ -340,13 +340,17 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--window", type=int, default=4, help="steps that the mock engine is ahead"
     )
-    options.add_argument("--seconds", type=float, default=4.0, help="of each server in each round")
+    options.add_argument(
+        "--seconds", type=float, default=4.0, help="measured seconds of each server in each round"
+    )
     options.add_argument(
         "--warm-up", type=float, default=1.5, help="seconds of each server before its first turn"
     )
-    options.add_argument("--rounds", type=int, default=3, help="of each load; the median counts")
+    options.add_argument(
+        "--rounds", type=int, default=3, help="rounds of each load; the median counts"
+    )
     options.add_argument("--clients", type=int, default=1, help="client processes")
-    options.add_argument("--streams", type=int, default=256, help="of the steady pace")
+    options.add_argument("--streams", type=int, default=256, help="streams of the steady pace")
     options.add_argument(
         "--period", type=float, default=0.001, help="seconds between steps of the steady pace"
     )

@@ -30,13 +30,21 @@ MOST_GROWTH = 64.0  # MiB, that a server may take for snapshots that it refuses
 def main(argv: list[str] | None = None) -> int:
     """Run the fuzzer; return 0 if all is well, 1 if not, 2 if it cannot run."""
     options = command_line("fuzz", package.__doc__)
-    options.add_argument("what", choices=("raw", "schema", "snapshots"), help="see above")
     options.add_argument(
-        "--requests", type=int, help="of raw (default: 100,000) and snapshots (default: 10,000)"
+        "what", choices=("raw", "schema", "snapshots"), help="what to send, see above"
     )
-    options.add_argument("--connections", type=int, default=32, help="of raw, at once")
-    options.add_argument("--examples", type=int, default=500, help="of schema, for each operation")
-    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument(
+        "--requests",
+        type=int,
+        help="requests to send, for raw (default: 100,000) and snapshots (default: 10,000)",
+    )
+    options.add_argument(
+        "--connections", type=int, default=32, help="connections at the same time, for raw"
+    )
+    options.add_argument(
+        "--examples", type=int, default=500, help="cases of each operation, for schema"
+    )
+    options.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     if args.what == "schema" and importlib.util.find_spec("schemathesis") is None:

@@ -149,9 +149,13 @@ def _print_times(title: str, times: dict[str, list[float]]) -> None:
 def _options() -> argparse.ArgumentParser:
     options = command_line("state", __doc__)
     options.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts (default: all)"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="parts to measure (default: all)",
     )
-    options.add_argument("--model", default=EngineConfig.model, help="a bundled one or a folder")
+    options.add_argument("--model", default=EngineConfig.model, help="a bundled model or a folder")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
     options.add_argument("--asks", type=int, default=50, help="timed requests of each kind")
@@ -164,19 +168,24 @@ def _options() -> argparse.ArgumentParser:
         default=10_000,
         help="tokens of the prompts of samples and continuations",
     )
-    options.add_argument("--samples", type=int, default=64, help="of one prompt")
-    options.add_argument("--tokens", type=int, default=32, help="of each sample")
-    options.add_argument("--continuations", type=int, default=100, help="of one context")
-    options.add_argument("--sessions", type=int, default=MANY, help="idle ones to hold")
+    options.add_argument("--samples", type=int, default=64, help="samples of one prompt")
+    options.add_argument("--tokens", type=int, default=32, help="tokens of each sample")
+    options.add_argument(
+        "--continuations", type=int, default=100, help="continuations of one context"
+    )
+    options.add_argument("--sessions", type=int, default=MANY, help="idle sessions to hold")
     options.add_argument("--resumes", type=int, default=20_000, help="sessions to resume at random")
     options.add_argument("--clients", type=int, default=4, help="connections that use the sessions")
     options.add_argument(
-        "--share-slots", type=int, default=EngineConfig.share_slots, help="as of minserve serve"
+        "--share-slots",
+        type=int,
+        default=EngineConfig.share_slots,
+        help="cached and kept states on the device",
     )
     options.add_argument(
-        "--host-state-bytes", type=int, default=3 * 10**9, help="as of minserve serve"
+        "--host-state-bytes", type=int, default=3 * 10**9, help="main memory for states, bytes"
     )
-    options.add_argument("--seed", type=int, default=0, help="of all random choices")
+    options.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     return options
 

@@ -86,8 +86,10 @@ def run(args: argparse.Namespace) -> list[Row]:
 def main(argv: list[str] | None = None) -> int:
     """Run the check and return the exit code."""
     options = command_line("watched", __doc__)
-    options.add_argument("--seconds", type=float, default=60.0, help="of traffic")
-    options.add_argument("--prometheus", default="prometheus", help="the Prometheus program")
+    options.add_argument("--seconds", type=float, default=60.0, help="seconds of traffic")
+    options.add_argument(
+        "--prometheus", default="prometheus", help="path or name of the Prometheus program"
+    )
     args = options.parse_args(argv)
     print_environment()
     rows = run(args)

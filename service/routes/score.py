@@ -75,7 +75,8 @@ async def score(
     A text is scored from its second token on, or from its first token after a `state`. Every token
     of a continuation is scored. Context and continuation are tokenised together, and white space at
     the context's end belongs to the continuation. Without a `state`, an empty context stands for
-    the tokens that the tokenizer puts before a text, or else for the model's end-of-text token."""
+    the tokens that the tokenizer puts before a text, or else for the model's end-of-text token.
+    """
     check_model(body.model, runtime.model_name, runtime.info)
     timeout = read_timeout(body.timeout, runtime.settings)
     priority = read_priority(body.priority, inference.least_priority)
