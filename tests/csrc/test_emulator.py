@@ -167,7 +167,7 @@ SAMPLES = [
     "--kind holes --vocab 3001 --threads 96",
     "--sums 200",
     pytest.param("--edges 400 --vocab 9000", marks=pytest.mark.slow),
-    "--edges 400 --vocab 2048",
+    pytest.param("--edges 400 --vocab 2048", marks=pytest.mark.slow),
     "--edges 200 --vocab 3001 --kind ties",
     "--edges 200 --vocab 9003 --kind later --threads 128",
 ]

@@ -123,6 +123,7 @@ def full_disk(server: Server) -> Iterator[None]:
         resource.prlimit(pid, limit, (most, most))
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_costs_no_answer_and_no_state(tmp_path: Path) -> None:
     folder = tmp_path / "states"
     options = ("--device", "cpu", "--threads", "1", "--state-folder", str(folder))

@@ -39,6 +39,7 @@ def run(tmp_path: Path, *options: str) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 def test_every_case_gives_finite_figures_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

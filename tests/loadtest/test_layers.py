@@ -43,6 +43,7 @@ def test_every_layer_has_the_same_shape(layer: Layer) -> None:
     assert not any("bias" in name for name, _ in layer.build(8, False).named_parameters())
 
 
+@pytest.mark.slow
 def test_quick_run_measures_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "layers.json"
     assert layers.main(["--quick", "--device", "cpu", "--json", str(path)]) == 0

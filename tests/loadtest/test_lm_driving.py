@@ -251,6 +251,7 @@ def test_only_what_was_asked_for_and_no_more_than_the_budget(tmp_path: Path) -> 
     assert model["decode"][0]["notes"] == {"greedy": "no time left"}
 
 
+@pytest.mark.slow
 def test_each_model_a_second_time_deterministic(tmp_path: Path) -> None:
     saved = tmp_path / "engine.json"
     options = ["--device", "cpu", "--models", "6.3m", "--quantize", "none", "int8"]

@@ -117,7 +117,10 @@ def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) 
         {"cell": "mingru"},
         {"cell": "mingru", "conv_kernel": 4, "tie_embeddings": True},
         {"cell": "minlstm", "mlp_ratio": 0.0, "head_bias": True},
-        {"cell": "minlstm", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
+        pytest.param(
+            {"cell": "minlstm", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])

@@ -202,7 +202,7 @@ def test_an_engine_that_dies_for_good_ends_all_with_code_1(tmp_path: Path) -> No
         assert not any("Traceback" in line or "starting another" in line for line in process.lines)
 
 
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("to_all", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_signal_drains_every_process(tmp_path: Path, to_all: bool) -> None:
     with several(tmp_path, max_slots=8) as (process, _):
         with streams(process, {**ENDLESS, "max_tokens": 1000}, 8) as lines:
@@ -221,7 +221,9 @@ def test_a_signal_drains_every_process(tmp_path: Path, to_all: bool) -> None:
         assert not any("Traceback" in line or "error" in line for line in process.lines)
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sig", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_second_signal_does_not_wait(tmp_path: Path, sig: int) -> None:
     with several(tmp_path) as (process, _):
         with streams(process, ENDLESS, 4) as lines:
@@ -350,7 +352,7 @@ def test_nobody_outlives_the_host(tmp_path: Path) -> None:
         until(lambda: not [pid for pid in everybody if Path(f"/proc/{pid}").exists()])
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_who_checks_grammars_ends_with_its_api_process(tmp_path: Path, killed: bool) -> None:
     body = {"prompts": ["a"], "structured_outputs": {"choice": ["b"]}}
     with several(tmp_path) as (process, _):
