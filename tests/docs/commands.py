@@ -36,6 +36,7 @@ RULES = (
     Rule("KEY=$(", "run"),
     Rule("KEYS=$(", "run"),
     Rule("ADMIN_KEY=$(", "run"),
+    Rule("OLD=$(", "run"),
     Rule("mkdir -p docker/secrets", "run"),
     Rule("echo ", "run"),
     Rule("openssl ", "run"),
