@@ -75,7 +75,6 @@ RULES = (
     Rule("compute-sanitizer", "apart", "needs a GPU and the CUDA toolkit"),
     Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is, not optimised"),
     Rule("docker ", "apart", DOCKER),
-    Rule("MINSERVE_MODEL=/models/my-model docker ", "apart", DOCKER),
     Rule("kubectl ", "apart", "needs a cluster; the manifests: tests/docker"),
 )
 
