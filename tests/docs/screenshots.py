@@ -18,39 +18,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from tests import browser
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import Server
 
-PROMPT = (
+OPENING = (
     "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
-    "It is the east, and Juliet is the sun.\n\nJULIET:\n"
+    "It is the east, and Juliet is the sun.\n"
 )
 WAIT = 60_000  # ms for an answer
 
 
+def save(page: Any, text: str) -> str:
+    """Save the state after a text; return the selector of its chip."""
+    page.fill("#prompt", text)
+    with page.expect_response("**/v1/states") as made:
+        page.click("#save")
+    chip = f"[data-state='{made.value.json()['id']}']"
+    page.wait_for_selector(chip)
+    return chip
+
+
 def playground(page: Any, server: Server) -> None:
-    """Show an answer with its tokens' probabilities, a tree of states and a token's details."""
-    turn, _, _ = PROMPT.rpartition("\nJULIET:\n")
-    for body in (
-        {"prompt": turn, "id": "balcony"},
-        {"prompt": "\nJULIET:\n", "state": "balcony", "id": "juliet"},
-        {"prompt": "\nNURSE:\n", "state": "balcony", "id": "nurse"},
-    ):
-        httpx.post(f"{server.url}/v1/states", json=body, timeout=60).raise_for_status()
+    """An answer with its tokens' probabilities, a tree of states, the inspector of one token."""
     page.goto(server.url)
     page.wait_for_selector("#generate:not([disabled])")
-    page.wait_for_selector("[data-state='nurse']")
-    page.fill("#prompt", PROMPT)
+    opening = save(page, OPENING)
+    page.click(opening)
+    page.fill("#state-card input", "balcony")
+    page.click("#state-card >> text=Fork")
+    page.wait_for_selector("[data-state='balcony']")
+    chips = []
+    for speaker in ("NURSE", "JULIET"):
+        page.click(opening)
+        chips.append(save(page, f"\n{speaker}:\n"))
+    page.click(chips[-1])
     for name, value in (("temperature", "0.7"), ("max_tokens", "330"), ("seed", "6")):
-        page.fill(f"#{name}", value)
+        page.fill(f"#sampling-{name}", value)
     page.click("#generate")
+    page.wait_for_selector("#stop", state="visible")
     page.wait_for_selector("#stop", state="hidden", timeout=WAIT)
-    page.wait_for_selector("#pace-end:not(:empty)", timeout=WAIT)
-    page.click("[data-state='juliet']")
-    page.locator("#answer .token").nth(12).hover()
+    page.locator("#answer .token").nth(60).hover()
+    page.wait_for_selector("#token-card:not([hidden])")
 
 
 def load_test(page: Any, server: Server) -> None:
@@ -59,8 +68,8 @@ def load_test(page: Any, server: Server) -> None:
         report = Path(folder) / "run.html"
         subprocess.run(
             [
-                *(sys.executable, "-m", "loadtest.http", "--url", server.url, "--rate", "20"),
-                *("--requests", "200", "--slo", "ttft=200ms,itl=50ms", "--html", str(report)),
+                *(sys.executable, "-m", "loadtest.http", "--url", server.url, "--rate", "4"),
+                *("--requests", "120", "--slo", "ttft=200ms,itl=50ms", "--html", str(report)),
             ],
             check=True,
             cwd=ROOT,
@@ -72,7 +81,7 @@ def load_test(page: Any, server: Server) -> None:
 # File in the checkout: who prepares the page, its size in pixels.
 PICTURES: dict[str, tuple[Callable[[Any, Server], None], int, int]] = {
     "service/playground/screenshot.png": (playground, 1280, 1300),
-    "loadtest/results/load-test.png": (load_test, 1100, 1400),
+    "loadtest/results/load-test.png": (load_test, 1100, 1120),
 }
 
 
