@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 ADDRESS = "http://127.0.0.1:8000"
+LOAD_TESTS = ("python -m loadtest.http", "minserve bench")  # ADDRESS is their default
 FEW = 2000  # bytes of README.md in that folder: the commands that read it are to be quick
 
 
@@ -29,6 +30,13 @@ def prepare(folder: Path) -> None:
         program.chmod(0o755)
 
 
+def asking(block: str, url: str) -> str:
+    """Return a block whose commands ask the server at `url`, not the one that the pages name."""
+    for program in LOAD_TESTS:
+        block = block.replace(f"{program} ", f"{program} --url {url} ")
+    return block.replace(ADDRESS, url)
+
+
 def run(block: str, folder: Path, url: str, timeout: float, **variables: str) -> str:
     """Run a block and return its output.
 
@@ -37,7 +45,7 @@ def run(block: str, folder: Path, url: str, timeout: float, **variables: str) ->
     paths = os.pathsep.join([str(folder / ".programs"), os.environ["PATH"]])
     python = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.replace(ADDRESS, url)],
+        ["bash", "-euo", "pipefail", "-c", asking(block, url)],
         cwd=folder, capture_output=True, text=True, timeout=timeout, check=False,
         env={**os.environ, "PATH": paths, "PYTHONPATH": python, **variables},
     )  # fmt: skip
