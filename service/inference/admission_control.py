@@ -67,7 +67,7 @@ class AdmissionControl:
             return
         self._check_capacity(requests, self._engines, owner, "this server holds")
         if self._there < self._engines and requests > slots + most_of_one(self._most, owner):
-            raise self._backend.missing(f"an engine without which {requests} prompts find no room")
+            raise self._backend.missing(f"an engine with room for all {requests} prompts")
         queued = max(taken - slots, 0)
         own = min(self._backend.queued.of(owner)[0] + self._reserved.get(owner, 0), queued)
         more = excess - queued

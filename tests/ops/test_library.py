@@ -42,7 +42,7 @@ def test_a_library_with_other_chunks_does_not_load(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "SCAN_CHUNK", chunk)
-    found = f"chunks of {config.SCAN_CHUNK} tokens.*chunks of {chunk}.*pip install -e"
+    found = f"chunks of {config.SCAN_CHUNK} tokens.*expect {chunk}.*pip install -e"
     with pytest.raises(library.LibraryMissingError, match=found):
         library._load()
 
