@@ -243,7 +243,10 @@ async def test_a_batch_is_refused_by_what_all_hold(byte_folder: Path) -> None:
         body = {"prompts": ["a"] * 5, "max_tokens": 1}
         refused = await service.http.post(GENERATE, json=body)
         assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (503, True)
-        assert "room for all 5 prompts is not available right now" in refused.json()["error"]["message"]
+        assert (
+            "room for all 5 prompts is not available right now"
+            in refused.json()["error"]["message"]
+        )
         lines = (await service.http.get("/metrics")).text.splitlines()
         assert "minserve_requests_waiting_limit 1.0" in lines
         script.seat(0, 1)
