@@ -39,7 +39,10 @@ _MARKERS = "os^DvPX*<>"
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Keeps descriptions as they are, and adds plain defaults to the help of options."""
+    """Keeps descriptions as they are, and adds defaults to the help of options.
+
+    argparse's ArgumentDefaultsHelpFormatter would also print None and False.
+    """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help

@@ -9,7 +9,7 @@ import yaml
 
 from service.settings import Settings
 from service.terminal.settings_table import VARIABLES, option_texts, table
-from tests.docs.pages import anchors
+from tests.docs.pages import anchors, headings
 from tests.service.observability.test_prometheus_files import load, rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_every_alert_has_an_entry_and_names_it() -> None:
     for rule in alerts:
         anchor = rule["alert"].lower()
         assert rule["annotations"]["runbook_url"] == f"docker/README.md#{anchor}"
-        assert anchor in anchors("docker/README.md")
+        assert anchor in anchors(headings("docker/README.md"))
         severity = rule["labels"]["severity"]
         assert f"| [{rule['alert']}](#{anchor}) | {severity} |" in runbook
     for entry in re.split(r"^### \w+$", runbook, flags=re.MULTILINE)[1:]:

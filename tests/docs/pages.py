@@ -78,28 +78,24 @@ def plain(token: Token) -> str:
     )
 
 
-def anchors(page: str) -> list[str]:
-    """Return the anchors that GitHub gives a page's headings."""
+def headings(page: str, level: str = "h") -> list[str]:
+    """Return the texts of a page's headings: of all levels, or of one, such as "h2"."""
+    return [
+        plain(token)
+        for before, token in pairwise(tokens(page))
+        if before.type == "heading_open" and before.tag.startswith(level)
+    ]
+
+
+def anchors(titles: list[str]) -> list[str]:
+    """Return the anchors that GitHub gives the headings of one page."""
     seen: Counter[str] = Counter()
     found = []
-    listed = tokens(page)
-    for before, token in pairwise(listed):
-        if before.type != "heading_open":
-            continue
-        slug = re.sub(r"[^\w\- ]", "", plain(token).strip().lower()).replace(" ", "-")
+    for title in titles:
+        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
         found.append(f"{slug}-{seen[slug]}" if seen[slug] else slug)
         seen[slug] += 1
     return found
-
-
-def headings(page: str, level: int) -> list[str]:
-    """Return the texts of a page's headings of one level."""
-    listed = tokens(page)
-    return [
-        plain(token)
-        for before, token in pairwise(listed)
-        if before.type == "heading_open" and before.tag == f"h{level}"
-    ]
 
 
 def links(page: str) -> list[Link]:

@@ -30,7 +30,7 @@ def test_links_lead_somewhere(page: str) -> None:
         assert target.exists(), f"{page}:{link.line}: {link.target} is not there"
         if anchor:
             assert target.suffix == ".md", f"{page}:{link.line}: {link.target} has no headings"
-            known = anchors(str(target.resolve().relative_to(ROOT)))
+            known = anchors(headings(str(target.resolve().relative_to(ROOT))))
             assert anchor in known, f"{page}:{link.line}: {link.target} is none of {known}"
 
 
@@ -88,14 +88,11 @@ def test_blocks_say_what_they_are(page: str) -> None:
                 rest = rest[json.JSONDecoder().raw_decode(rest)[1] :].lstrip()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "Contents" in headings(page, 2)])
+@pytest.mark.parametrize("page", [page for page in PAGES if "Contents" in headings(page, "h2")])
 def test_contents_name_every_section(page: str) -> None:
     named = [link.target for link in links(page)]
-    sections = [title for title in headings(page, 2) if title != "Contents"]
-    known = anchors(page)
-    for title in sections:
-        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        assert slug in known and f"#{slug}" in named, f"{page}: {title} is not in its contents"
+    sections = anchors([title for title in headings(page, "h2") if title != "Contents"])
+    assert [f"#{anchor}" for anchor in sections if f"#{anchor}" not in named] == []
 
 
 @pytest.mark.parametrize("page", MOST_LINES)
@@ -105,10 +102,11 @@ def test_pages_stay_short(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["service/README.md", "docker/README.md", "loadtest/README.md"])
 def test_guides_have_contents(page: str) -> None:
-    assert "Contents" in headings(page, 2)
+    assert "Contents" in headings(page, "h2")
 
 
-def test_anchors_are_those_of_github(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = anchors("README.md")
-    assert "quick-start" in found
-    assert len(found) == len(set(found))
+def test_anchors_are_those_of_github() -> None:
+    titles = ["HTTPS, sockets and CORS", "config.json", "pinned_copy", "Errors", "A - b", "Errors"]
+    assert anchors(titles) == [
+        *("https-sockets-and-cors", "configjson", "pinned_copy", "errors", "a---b", "errors-1")
+    ]
