@@ -109,7 +109,7 @@ of the evaluations every {recipe.evaluate_every} steps.
 Trained on the first {train:,} tokens, tested on the last {test:,}; {trainer.seconds:.0f} s on one
 {trainer.device_name}.
 
-```
+```sh
 {command}
 ```
 
@@ -119,7 +119,7 @@ Trained on the first {train:,} tokens, tested on the last {test:,}; {trainer.sec
 
 After {prompt!r}, at temperature 0.8:
 
-```
+```text
 {sample.replace("```", "'" * 3)}
 ```
 """
