@@ -1,4 +1,4 @@
-"""ModelConfig (a checkpoint's config.json) and EngineConfig (how one engine runs); both frozen.
+"""ModelConfig (what every model has) and EngineConfig (how one engine runs); both frozen.
 
 A value that is out of range, has the wrong type or contradicts another one raises ConfigError,
 which names the field and says what is allowed. This module does not import torch.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from engine.errors import ConfigError
+from engine.state_spec import StateSpec, bytes_of
 
-CellName = Literal["mingru", "minlstm"]
-Candidate = Literal["g", "linear"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StateSync = Literal["write", "fsync"]
 Quantization = Literal["int8", "fp8"]  # fp8: e4m3
@@ -29,10 +30,14 @@ SCAN_CHUNK = 128
 MOST_ENGINES = 256  # the most engines of one server
 MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 
+# `model_type` of a config.json in minserve's form
+OWN_MODEL_TYPE = "minserve"
+
 MOST_EOS_IDS = 128  # the most end-of-text tokens of one model
 
 
-def _check(condition: bool, field: str, value: object, allowed: str) -> None:
+def check(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise a ConfigError that names the field and says what is allowed, unless `condition`."""
     if not condition:
         raise ConfigError(f"{field} is {value!r}; allowed: {allowed}", param=field)
 
@@ -41,18 +46,19 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Return whether `value` is a finite number, and not a bool."""
     return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
+def check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
     """Check fields that must be integers.
 
     Each row of `table`: field name, least value, largest value, whether None is allowed as well.
     """
     for name, least, most, optional in table:
         value = getattr(config, name)
-        _check(
+        check(
             (optional and value is None) or (_is_int(value) and least <= value <= most),
             name,
             value,
@@ -61,30 +67,19 @@ def _check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of one language model; engine/models/minrnn/lm.py shows what each field builds.
+class ModelConfig(ABC):
+    """What the engine needs to know of a language model of any family.
 
-    Raises ConfigError for values that no model can have.
+    A family's own config (engine/models/<family>/config.py) adds the fields of its layers. Raises
+    ConfigError for values that no model can have.
     """
 
-    cell: CellName
+    family: ClassVar[str]  # name of the folder in engine/models
+
+    cell: str  # name of the recurrence
     vocab_size: int
     d_model: int
     n_layers: int
-    expansion: float = 2.0  # inner width = int(d_model * expansion)
-    # project inner -> d_model; may be False only where the two are equal
-    out_projection: bool = True
-    # taps of the causal depthwise-separable convolution before the cell; 0 = none
-    conv_kernel: int = 0
-    mlp_ratio: float = 4.0  # hidden width = int(d_model * mlp_ratio); 0 = no MLP
-    cell_bias: bool = False  # bias of the gate and candidate projections
-    out_bias: bool = False  # bias of the out projection
-    mlp_bias: bool = True
-    conv_bias: bool = True
-    head_bias: bool = False
-    candidate: Candidate = "g"
-    normalize_gates: bool = True  # minLSTM: scale the gates so that f' + i' = 1
-    learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     # Token ids that end a text. The first one also begins it. A list in config.json.
@@ -95,26 +90,14 @@ class ModelConfig:
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        _check(self.cell in get_args(CellName), "cell", self.cell, '"mingru" or "minlstm"')
-        _check_integers(
+        check_integers(
             self,
             ("vocab_size", 1, 2**24, False),
             ("d_model", 1, 2**17, False),
             ("n_layers", 1, 4096, False),
-            ("conv_kernel", 0, 256, False),
         )
-        _check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")
-        for name, least_number in (("expansion", 1e-3), ("mlp_ratio", 0.0)):
-            value = getattr(self, name)
-            _check(
-                _is_number(value) and least_number <= value <= 1024,
-                name,
-                value,
-                f"a number from {least_number} to 1024",
-            )
-        _check(self.inner >= 1, "expansion", self.expansion, "d_model * expansion of at least 1")
-        _check(
-            _is_number(self.norm_eps) and 0 < self.norm_eps < 1,
+        check(
+            is_number(self.norm_eps) and 0 < self.norm_eps < 1,
             "norm_eps",
             self.norm_eps,
             "a number between 0 and 1",
@@ -122,30 +105,23 @@ class ModelConfig:
         for flag in dataclasses.fields(self):
             if flag.type == "bool":
                 value = getattr(self, flag.name)
-                _check(isinstance(value, bool), flag.name, value, "true or false")
-        _check(self.candidate in get_args(Candidate), "candidate", self.candidate, '"g", "linear"')
-        _check(
+                check(isinstance(value, bool), flag.name, value, "true or false")
+        check(
             self.dtype in get_args(DtypeName),
             "dtype",
             self.dtype,
             '"float32", "bfloat16" or "float16"',
         )
-        _check(
+        check(
             self.quantization is None or self.quantization in get_args(Quantization),
             "quantization",
             self.quantization,
             'null, "int8" or "fp8"',
         )
-        _check(
-            self.out_projection or self.inner == self.d_model,
-            "out_projection",
-            self.out_projection,
-            "true, unless expansion is 1",
-        )
         if isinstance(self.eos_token_id, list):  # JSON has no tuples
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         ids = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
-        _check(
+        check(
             self.eos_token_id is None
             or (1 <= len(ids) <= MOST_EOS_IDS and all(map(self._has, ids))),
             "eos_token_id",
@@ -168,72 +144,39 @@ class ModelConfig:
         return tuple(dict.fromkeys(self.eos_token_id))
 
     @property
-    def inner(self) -> int:
-        """Channels of the recurrence."""
-        return int(self.d_model * self.expansion)
-
-    @property
-    def gates(self) -> int:
-        """Pre-activations per channel: 2 for minGRU (k, v), 3 for minLSTM (f, i, v)."""
-        return 2 if self.cell == "mingru" else 3
-
-    @property
-    def mlp_hidden(self) -> int:
-        """Hidden width of the MLP; 0 = no MLP."""
-        return int(self.d_model * self.mlp_ratio)
-
-    @property
-    def conv_shape(self) -> tuple[int, int, int] | None:
-        """Shape of the state's convolution part: (layers, taps - 1, d_model), or None."""
-        if not self.conv_kernel:
-            return None
-        return self.n_layers, self.conv_kernel - 1, self.d_model
+    @abstractmethod
+    def state(self) -> tuple[StateSpec, ...]:
+        """The tensors of a sequence's state, in the order in which they are packed."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's fp32 state, which does not depend on its length."""
-        conv = (self.conv_kernel - 1) * self.d_model if self.conv_kernel else 0
-        return 4 * self.n_layers * (self.inner + conv)
+        """Bytes of one sequence's state, which does not depend on its length."""
+        return bytes_of(self.state)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Make a config from the object in a config.json. Raises ConfigError."""
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a config from the object in a config.json of minserve's form. Raises ConfigError."""
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known - {"model_type"})
+        unknown = sorted(set(values) - known - {"model_type", "family"})
         if unknown:
             raise ConfigError(
                 f"unknown field {unknown[0]!r}; known fields: {', '.join(sorted(known))}",
                 param=unknown[0],
             )
-        kind = values.get("model_type", "minserve")
-        _check(kind == "minserve", "model_type", kind, '"minserve"')
-        missing = [
-            name for name in ("cell", "vocab_size", "d_model", "n_layers") if name not in values
-        ]
-        if missing:
-            raise ConfigError(f"required field {missing[0]!r} is missing", param=missing[0])
+        kind = values.get("model_type", OWN_MODEL_TYPE)
+        check(kind == OWN_MODEL_TYPE, "model_type", kind, f'"{OWN_MODEL_TYPE}"')
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ConfigError(f"required field {field.name!r} is missing", param=field.name)
         return cls(**{name: value for name, value in values.items() if name in known})
 
-    @classmethod
-    def load(cls, path: Path) -> ModelConfig:
-        """Read a config.json. Raises ConfigError; its message begins with the path."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not valid JSON: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path}: must contain a JSON object")
-        try:
-            return cls.from_dict(values)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error.message}", param=error.param) from error
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as the object of a config.json in minserve's form."""
+        return {"model_type": OWN_MODEL_TYPE, "family": self.family, **dataclasses.asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Write the config as a config.json."""
-        text = json.dumps({"model_type": "minserve", **dataclasses.asdict(self)}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+        """Write the config as a config.json in minserve's form."""
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,45 +231,45 @@ class EngineConfig:
         return None if self.quantize == "none" else cast(Quantization, self.quantize)
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self.device in ("auto", "cpu", "cuda")
             or (self.device.startswith("cuda:") and self.device[5:].isdigit()),
             "device",
             self.device,
             '"auto", "cpu", "cuda" or "cuda:N"',
         )
-        _check(
+        check(
             _is_int(self.engines) and 1 <= self.engines <= MOST_ENGINES,
             "engines",
             self.engines,
             f"an integer from 1 to {MOST_ENGINES}",
         )
-        _check(
+        check(
             _is_int(self.rank) and 0 <= self.rank < self.engines,
             "rank",
             self.rank,
             f"an integer from 0 to {self.engines - 1}",
         )
-        _check(
+        check(
             self.engines == 1 or self.device in ("auto", "cpu", "cuda", f"cuda:{self.rank}"),
             "device",
             self.device,
             '"auto", "cpu" or "cuda" with several engines, each of which uses its own GPU',
         )
-        _check(
+        check(
             self.dtype == "auto" or self.dtype in get_args(DtypeName),
             "dtype",
             self.dtype,
             '"auto", "float32", "bfloat16" or "float16"',
         )
-        _check(
+        check(
             self.quantize == "none" or self.quantize in get_args(Quantization),
             "quantize",
             self.quantize,
             '"none", "int8" or "fp8"',
         )
-        _check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
-        _check_integers(
+        check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
+        check_integers(
             self,
             ("max_slots", 1, 2**20, False),
             ("max_step_tokens", 1, 2**24, True),
@@ -339,43 +282,43 @@ class EngineConfig:
             ("max_states", 0, 2**40, False),
             ("threads", 1, 2**24, True),
         )
-        _check(
-            _is_number(self.state_ttl) and 0 < self.state_ttl <= MOST_TTL,
+        check(
+            is_number(self.state_ttl) and 0 < self.state_ttl <= MOST_TTL,
             "state_ttl",
             self.state_ttl,
             f"a number of seconds above 0, at most {MOST_TTL:g}",
         )
-        _check(
+        check(
             self.state_folder is None or bool(self.state_folder),
             "state_folder",
             self.state_folder,
             "a folder",
         )
-        _check(
+        check(
             self.state_sync in get_args(StateSync),
             "state_sync",
             self.state_sync,
             '"write" or "fsync"',
         )
-        _check(
+        check(
             not self.disk_cache_bytes or self.state_folder is not None,
             "disk_cache_bytes",
             self.disk_cache_bytes,
             "0 without a state_folder",
         )
-        _check(
+        check(
             isinstance(self.deterministic, bool),
             "deterministic",
             self.deterministic,
             "true or false",
         )
-        _check(
+        check(
             isinstance(self.tuning_cache, str) and bool(self.tuning_cache),
             "tuning_cache",
             self.tuning_cache,
             '"auto", "off" or a folder',
         )
-        _check(
+        check(
             not self.deterministic
             or self.max_step_tokens is None
             or self.max_step_tokens >= SCAN_CHUNK,

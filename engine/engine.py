@@ -127,9 +127,7 @@ class Engine:
                 host_rows=host_rows(
                     config, state_bytes=info.state_bytes, vocab_size=info.vocab_size
                 ),
-                layout=StateLayout(
-                    info.fingerprint, info.vocab_size, info.cell_shape, info.conv_shape
-                ),
+                layout=StateLayout(info.fingerprint, info.vocab_size, info.state),
                 with_whole_chunks=config.deterministic,
                 ttl=config.state_ttl,
                 most_states=config.max_states,

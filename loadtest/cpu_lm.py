@@ -23,16 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine import device
-from engine.config import ModelConfig
 from engine.models.backends.cpu import CpuBackend
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
 from loadtest.report import command_line, median
 
 _CPU = torch.device("cpu")
 MODELS = {
-    "6.3M": ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3),
-    "113M": ModelConfig(
+    "6.3M": MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3),
+    "113M": MinRnnConfig(
         cell="mingru",
         vocab_size=32000,
         d_model=768,

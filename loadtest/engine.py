@@ -40,10 +40,11 @@ from typing import Any, get_args
 import torch
 
 from engine import device as machine
-from engine.config import CellName, DtypeName, EngineConfig
+from engine.config import DtypeName, EngineConfig
 from engine.device import available_memory, resolve_device, usable_cpus
 from engine.errors import EngineError
 from engine.models import loader
+from engine.models.minrnn.config import CellName
 from loadtest.extra import exit_without
 from loadtest.layers_timing import Budget
 from loadtest.lm_bars import checks

@@ -129,6 +129,7 @@ class MockRunner:
             name="mock",
             folder="",
             fingerprint="",
+            family="minrnn",
             cell="mingru",
             vocab_size=VOCABULARY,
             eos_token_ids=(VOCABULARY - 1,),

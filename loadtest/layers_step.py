@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.config import CellName, ModelConfig
 from engine.models.minrnn.cell import Cell
-from engine.models.minrnn.lm import CELLS
+from engine.models.minrnn.config import CellName, MinRnnConfig
 from loadtest.layers_timing import step_seconds
 from loadtest.measuring import Figures, Precision, in_force, peak_bytes
 
@@ -62,7 +61,7 @@ class OutputOf(nn.Module):
 
 def cell(name: CellName, width: int, bias: bool) -> Cell:
     """Return minserve's layer, width -> width, without the output projection, like GRU and LSTM."""
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell=name,
         vocab_size=1,
         d_model=width,
@@ -71,7 +70,7 @@ def cell(name: CellName, width: int, bias: bool) -> Cell:
         out_projection=False,
         cell_bias=bias,
     )
-    return CELLS[name](config)
+    return Cell(config)
 
 
 @dataclass(frozen=True)

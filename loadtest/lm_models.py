@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.config import CellName, DtypeName, ModelConfig
+from engine.config import DtypeName
 from engine.models import loader
+from engine.models.minrnn.config import CellName, MinRnnConfig
 from engine.models.minrnn.lm import LM
 
 #: The name says the parameters with minGRU cells; minLSTM has a third gate and so a few more.
@@ -60,18 +61,18 @@ class Subject:
     name: str
     size: str | None
     folder: Path
-    config: ModelConfig
+    config: MinRnnConfig
     model: LM  # the same weights in plain modules, for limits and peers
 
 
-def size_config(size: str, cell: CellName, dtype: DtypeName) -> ModelConfig:
+def size_config(size: str, cell: CellName, dtype: DtypeName) -> MinRnnConfig:
     """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
-    return ModelConfig(cell=cell, dtype=dtype, mlp_ratio=4.0, **SIZES[size])
+    return MinRnnConfig(cell=cell, dtype=dtype, mlp_ratio=4.0, **SIZES[size])
 
 
 @torch.no_grad()
 def random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+    config: MinRnnConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LM:
     """Return a model with random weights, drawn on the device.
 
@@ -113,6 +114,8 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
         if getattr(loader.load_config(folder), "quantization", None) is not None:
             raise ValueError(f"{name}: is quantised; name the checkpoint it was made from")
         model, config = loader.load_model(folder, device, dtype)
+        if not isinstance(config, MinRnnConfig) or not isinstance(model, LM):
+            raise ValueError(f"{name}: is of the family {config.family!r}; allowed: minrnn")
         yield Subject(
             name, None, folder, dataclasses.replace(config, dtype=dtype or config.dtype), model
         )
@@ -149,7 +152,7 @@ class Work:
         return self.weight_bytes + 2 * batch * self.state_bytes
 
 
-def work(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> Work:
+def work(config: MinRnnConfig, dtype: torch.dtype, quantization: str | None = None) -> Work:
     """Return the work of a model of this config with weights of `dtype`, quantised or not.
 
     Raises ValueError if this version does not know the quantisation.
@@ -174,7 +177,7 @@ def work(config: ModelConfig, dtype: torch.dtype, quantization: str | None = Non
     )
 
 
-def _meta(config: ModelConfig) -> LM:
+def _meta(config: MinRnnConfig) -> LM:
     with torch.device("meta"):
         return LM(config)
 

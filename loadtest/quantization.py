@@ -22,8 +22,8 @@ from torch import Tensor
 
 from engine.config import DtypeName, Quantization
 from engine.device import resolve_device, resolve_dtype
+from engine.models.language_model import LanguageModel
 from engine.models.loader import bundled_names, load_config, load_model, resolve
-from engine.models.minrnn.lm import LM
 from engine.models.quantize import dequantize, quantize
 from engine.models.quantized import quantized_matrices
 from engine.training.data import split
@@ -67,7 +67,7 @@ def measure(
     )
 
 
-def _weight_errors(folder: Path, model: LM, kind: Quantization) -> tuple[float, float]:
+def _weight_errors(folder: Path, model: LanguageModel, kind: Quantization) -> tuple[float, float]:
     """Return the relative errors of the model's quantised matrices, and of abs-max scales."""
     exact = load_model(folder, "cpu", "float32")[0].state_dict()
     quantized = model.state_dict()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.config import ModelConfig
-from engine.models.minrnn.lm import CELLS
+from engine.models.minrnn.cell import Cell
+from engine.models.minrnn.config import MinRnnConfig
 from loadtest.layers_timing import Budget, step_seconds
 from loadtest.measuring import PRECISIONS, Figures, Precision, in_force, reported
 from loadtest.report import print_table
@@ -49,14 +49,14 @@ def measure_seed(
     its output is not finite.
     """
     torch.manual_seed(0)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="mingru",
         vocab_size=1,
         d_model=sizes.outer,
         n_layers=1,
         expansion=sizes.inner / sizes.outer,
     )
-    layer = CELLS["mingru"](config).to(device, precision.dtype)
+    layer = Cell(config).to(device, precision.dtype)
     x = torch.randn(tokens, sizes.outer, device=device, dtype=precision.dtype)
     cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
@@ -65,9 +65,9 @@ def measure_seed(
     to_gates, to_output = layer.gates.weight.t(), layer.out.weight.t()
 
     with torch.inference_mode(), in_force(precision):
-        if not bool(layer.scan(x, state, cu_seqlens, slots).isfinite().all()):
+        if not bool(layer.scan(x, state, cu_seqlens, slots, None).isfinite().all()):
             raise RuntimeError("the output is not finite")
-        seconds = step_seconds(lambda: layer.scan(x, state, cu_seqlens, slots), device)
+        seconds = step_seconds(lambda: layer.scan(x, state, cu_seqlens, slots, None), device)
         hidden = torch.randn(tokens, config.inner, device=device, dtype=precision.dtype)
 
         def products() -> None:

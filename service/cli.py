@@ -215,8 +215,8 @@ def train(
     given = dict(locals())
     import torch
 
-    from engine.config import ModelConfig
     from engine.device import resolve_device, usable_cpus
+    from engine.models.minrnn.config import MinRnnConfig
     from engine.training import data as training_data
     from engine.training.tokenizer import byte_level_tokenizer
     from engine.training.trainer import Trainer
@@ -226,7 +226,7 @@ def train(
     encoder = (
         byte_level_tokenizer() if tokenizer is None else terminal_text.read_tokenizer(tokenizer)
     )
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell=cell,
         vocab_size=encoder.get_vocab_size(),
         d_model=d_model,

@@ -22,8 +22,8 @@ from tokenizers import (
     trainers,
 )
 
-from engine.config import ModelConfig
 from engine.models import loader as checkpoint
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 
 TEXT = [
@@ -294,7 +294,7 @@ def save_model(folder: Path, name: str) -> Tokenizer:
     """A checkpoint of random weights, tiny, with a tokenizer of this type."""
     library = save_tokenizer(folder, name)
     torch.manual_seed(1)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="mingru",
         vocab_size=library.get_vocab_size(),
         d_model=32,

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from engine.cache.storage.snapshot import StateLayout
 from engine.protocol.placement import StatePlacement
+from engine.state_spec import StateSpec
 
-ANY_LAYOUT = StateLayout("", 2**31, (1, 1), None)  # for schedulers without a model
+ANY_LAYOUT = StateLayout("", 2**31, (StateSpec("cell", 1, (1,)),))  # for schedulers without a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

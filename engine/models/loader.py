@@ -31,7 +31,7 @@ from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.model_files import has_file, has_folder, mode_of, read_through, unreadable
 from engine.models import registry
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.quantize import NotFiniteError, all_finite
 from engine.models.quantized import quantize_weights, quantized_matrices
 
@@ -129,7 +129,23 @@ def load_config(folder: Path) -> ModelConfig:
     path = folder / CONFIG
     if not has_file(path):
         raise CheckpointError(f"{folder}: {CONFIG} is missing")
-    return with_generation_config(ModelConfig.load(path), folder)
+    return with_generation_config(read_config(path), folder)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a config.json. Raises ConfigError; its message begins with the path."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must contain a JSON object")
+    try:
+        return registry.config_from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", param=error.param) from error
 
 
 def with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -165,7 +181,7 @@ def load_model(
     quantize: Quantization | None = None,
     *,
     known_readable: bool = False,
-) -> tuple[LM, ModelConfig]:
+) -> tuple[LanguageModel, ModelConfig]:
     """Load the folder's model, in evaluation mode.
 
     Args:
@@ -230,7 +246,7 @@ def quantized_config(
     return dataclasses.replace(config, quantization=quantize)
 
 
-def quantize_model(model: LM, kind: Quantization) -> LM:
+def quantize_model(model: LanguageModel, kind: Quantization) -> LanguageModel:
     """Return a quantised copy of an unquantised model, on its device, in evaluation mode.
 
     Tensors that are not quantised are shared. Raises NotFiniteError, naming the tensor, for weights
@@ -248,7 +264,7 @@ def quantize_model(model: LM, kind: Quantization) -> LM:
     return quantized.eval()
 
 
-def save_model(folder: Path, model: LM, config: ModelConfig, dtype: DtypeName) -> None:
+def save_model(folder: Path, model: LanguageModel, config: ModelConfig, dtype: DtypeName) -> None:
     """Write config.json and model.safetensors, with the weights rounded to `dtype`.
 
     Quantised weights stay quantised, and config.json says so. Each file is replaced as a whole, so
@@ -333,7 +349,7 @@ def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[
     return stored
 
 
-def _dtypes(model: LM, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _dtypes(model: LanguageModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return each tensor's type if the model is held or stored in `dtype`.
 
     Quantised weights and their scales have their own types.

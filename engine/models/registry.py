@@ -1,44 +1,74 @@
-"""Registry of model families: finds the family of a config and builds its model.
+"""Registry of model families: finds the family of a config.json or a config.
 
-A family is a folder of engine/models with a model in plain torch. Its recurrences are cells. A
-config names a cell, and no two families have a cell in common.
+A family is a folder of engine/models. A config.json in minserve's form names it in `family`
+("minrnn" if absent); one of another project is told by its `model_type` or `architectures`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
-from engine.config import ModelConfig
+from engine.config import OWN_MODEL_TYPE, ModelConfig
 from engine.errors import ConfigError
-from engine.models.minrnn.lm import CELLS, LM
+from engine.models.family import Family
+from engine.models.language_model import LanguageModel
+from engine.models.minrnn.family import MinRnnFamily
+
+DEFAULT = MinRnnFamily()
+FAMILIES: tuple[Family, ...] = (DEFAULT,)
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family of models, one folder beside this file."""
-
-    name: str  # name of the folder
-    cells: frozenset[str]
-    # returns a model with random weights, on torch's default device
-    build: Callable[[ModelConfig], LM]
-
-
-FAMILIES = (Family("minrnn", frozenset(CELLS), LM),)
+def family_named(name: object) -> Family:
+    """Return the family with this name. Raises ConfigError."""
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise ConfigError(f"family is {name!r}; allowed: {known}", param="family")
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of models with this config's cell. Raises ConfigError if there is none."""
-    for family in FAMILIES:
-        if config.cell in family.cells:
-            return family
-    known = sorted(cell for family in FAMILIES for cell in family.cells)
-    raise ConfigError(
-        f"no model family has the cell {config.cell!r}; known cells: {', '.join(known)}",
-        param="cell",
+    """Return the family of this config."""
+    return family_named(config.family)
+
+
+def build(config: ModelConfig) -> LanguageModel:
+    """Return an untrained model of this config, on torch's default device."""
+    return family_of(config).build(config)
+
+
+def is_own(values: Mapping[str, Any]) -> bool:
+    """Return whether a config.json, as parsed, is in minserve's form."""
+    return values.get("model_type", OWN_MODEL_TYPE) == OWN_MODEL_TYPE and (
+        "architectures" not in values
     )
 
 
-def build(config: ModelConfig) -> LM:
-    """Return an untrained model of this config, on torch's default device. Raises ConfigError."""
-    return family_of(config).build(config)
+def published_family(values: Mapping[str, Any]) -> Family:
+    """Return the family of another project's config.json, as parsed.
+
+    Raises ConfigError, which lists the known architectures, if there is none.
+    """
+    architectures = values.get("architectures")
+    named = set(architectures) if isinstance(architectures, list) else set()
+    for family in FAMILIES:
+        if named & family.architectures or (
+            not named and values.get("model_type") in family.model_types
+        ):
+            return family
+    known = sorted(name for family in FAMILIES for name in family.architectures)
+    raise ConfigError(
+        f"architectures is {architectures!r} and model_type {values.get('model_type')!r}, which "
+        f"minserve does not serve; allowed: {', '.join(known) or 'none'}, or model_type "
+        f"{OWN_MODEL_TYPE!r}",
+        param="architectures",
+    )
+
+
+def config_from_dict(values: Mapping[str, Any]) -> ModelConfig:
+    """Make a config from a config.json, as parsed. Raises ConfigError."""
+    if not is_own(values):
+        return published_family(values).published_config(values)
+    family = family_named(values.get("family", DEFAULT.name))
+    return family.config_class.from_dict(values)

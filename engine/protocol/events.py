@@ -16,6 +16,7 @@ from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from engine.protocol.requests import FinishReason
 from engine.protocol.state_calls import StateInfo, StateReply
 from engine.protocol.token_ids import unpack_ids
+from engine.state_spec import StateSpec
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -157,21 +158,19 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str  # contains tokenizer.json
     fingerprint: str  # hash of the weights and the config
-    cell: str
+    family: str  # family of models (engine/models)
+    cell: str  # name of its recurrence
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # each of them ends a text
     parameters: int
-    state_bytes: int  # size of one sequence's fp32 state, recurrent and convolution part
+    state_bytes: int  # size of one sequence's state
     slots: int
     device: str  # e.g. "cpu" or "cuda:0"
     device_name: str
     dtype: str
     quantization: str | None = None  # format of the weight matrices; None: not quantised
     deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
-    # Shape of one state's recurrent part: (layers, inner width).
-    cell_shape: tuple[int, int] = (0, 0)
-    # (layers, taps - 1, d_model); None: no convolution
-    conv_shape: tuple[int, int, int] | None = None
+    state: tuple[StateSpec, ...] = ()  # the tensors of one sequence's state
 
     @property
     def eos_token_id(self) -> int | None:

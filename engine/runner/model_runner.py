@@ -148,7 +148,7 @@ class ModelRunner:
             tuning_folder=tuning_folder(self.config.tuning_cache),
         )
         uploads = UploadRing(self._device)
-        self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state_rows())
+        self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state())
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         slots = self.config.max_slots
         main_memory_rows = host_rows(
@@ -186,6 +186,7 @@ class ModelRunner:
             name=given.resolve().name if given.is_dir() else self.config.model,
             folder=str(folder),
             fingerprint=fingerprint,
+            family=self.model_config.family,
             cell=self.model_config.cell,
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=self.model_config.eos_token_ids,
@@ -197,8 +198,7 @@ class ModelRunner:
             dtype=self.config.dtype,
             quantization=self.model_config.quantization,
             deterministic=self.config.deterministic,
-            cell_shape=(self.model_config.n_layers, self.model_config.inner),
-            conv_shape=self.model_config.conv_shape,
+            state=self.model_config.state,
         )
 
     @torch.inference_mode()

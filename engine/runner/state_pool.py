@@ -1,12 +1,11 @@
 """StatePool: the recurrent state of every sequence, one row each, in device memory.
 
-The scheduler allocates rows (engine/slot_allocator.py); this file only moves their contents. States
-are fp32 whatever the type of the weights: a bf16 state loses 2 to 20 % over a long text.
+The scheduler allocates rows (engine/slot_allocator.py); this file only moves their contents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ class StatePool:
     """`rows` states of one model, all initialized, and one more row that is always initial.
 
     That row, `initial_row`, is a source for copies. `uploads` is the runner's, for the pool's
-    device. `initial` [layers, inner] is the hidden state before the first token (None: zeros).
-    Raises ConfigError, naming max_slots, if the rows do not fit in the device's free memory.
+    device. `initial` has the tensors [layers, *shape] that do not begin as zeros. Raises
+    ConfigError, naming max_slots, if the rows do not fit in the device's free memory.
     """
 
     def __init__(
@@ -31,13 +30,13 @@ class StatePool:
         config: ModelConfig,
         rows: int,
         uploads: UploadRing,
-        initial: Tensor | None = None,
+        initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.device = device = uploads.device
         self._uploads = uploads
         self.bytes = (rows + 1) * config.state_bytes
         self._refuse_if_too_large(config, rows, device)
-        self.state = new_state(config, rows + 1, initial, device)
+        self.state = new_state(config.state, rows + 1, initial, device)
         self.rows = self.initial_row = rows
         # A separate tensor, because an indexed write must not overlap with what it reads.
         self._initial = [tensor[:, rows:].clone() for tensor in self.state.tensors()]
@@ -81,15 +80,18 @@ class StatePool:
 
     @property
     def width(self) -> int:
-        """Floats of one state, as packed by `gather`."""
-        return sum(tensor[:, 0].numel() for tensor in self.state.tensors())
+        """Words of 32 bits of one state, as packed by `gather`."""
+        return sum(_words(tensor[:, 0].shape, tensor) for tensor in self.state.tensors())
 
     def gather(self, rows: Sequence[int]) -> Tensor:
-        """Return packed states: cell [layers, inner], then conv [layers, taps - 1, d_model]."""
+        """Return packed states [n, width]: the tensors [layers, *shape], one after the other.
+
+        The result is fp32; tensors of another type are reinterpreted, so that no bit changes.
+        """
         self._check(rows, self.rows + 1)
         index = self._uploads.put(rows)
         parts = [
-            tensor.index_select(1, index).transpose(0, 1).flatten(1)
+            tensor.index_select(1, index).transpose(0, 1).flatten(1).view(torch.float32)
             for tensor in self.state.tensors()
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -100,6 +102,12 @@ class StatePool:
         index, start = self._uploads.put(rows), 0
         for tensor in self.state.tensors():
             shape = tensor[:, 0].shape
-            part = states[:, start : start + shape.numel()]
-            tensor.index_copy_(1, index, part.reshape(len(rows), *shape).transpose(0, 1))
-            start += shape.numel()
+            words = _words(shape, tensor)
+            part = states[:, start : start + words].contiguous().view(tensor.dtype)
+            tensor.index_copy_(1, index, part.view(len(rows), *shape).transpose(0, 1))
+            start += words
+
+
+def _words(shape: torch.Size, tensor: Tensor) -> int:
+    """Return the words of 32 bits in a tensor of this shape and `tensor`'s type."""
+    return shape.numel() * tensor.element_size() // 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine import ops
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState
 
 # Tokens that the carried loss reads at once, which bounds its memory. A multiple of SCAN_CHUNK,
@@ -54,7 +54,7 @@ def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Ten
 
 
 @torch.inference_mode()
-def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
+def windows_loss(model: LanguageModel, ids: Tensor, *, window: int, batch: int) -> Loss:
     """Return the loss over `covering_windows` of ids [tokens] of a model in evaluation mode."""
     total = torch.zeros((), dtype=torch.float64, device=ids.device)
     for inputs, targets in covering_windows(ids, window, batch):
@@ -66,7 +66,7 @@ def windows_loss(model: LM, ids: Tensor, *, window: int, batch: int) -> Loss:
 
 
 class Reader(Protocol):
-    """A model that reads prompts: an LM or a ModelBackend."""
+    """A model that reads prompts: a LanguageModel or a ModelBackend."""
 
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
@@ -86,7 +86,7 @@ class CarriedLoss:
     def __init__(self, model: Reader, state: ModelState) -> None:
         self._model = model
         self._state = state
-        self._device = state.cell.device
+        self._device = state["cell"].device
         self._slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._unread = torch.empty(0, dtype=torch.int32, device=self._device)
         self._nats = 0.0
@@ -123,7 +123,7 @@ class CarriedLoss:
         self._tokens += logprobs.numel()
 
 
-def carried_loss(model: LM, ids: Tensor) -> Loss:
+def carried_loss(model: LanguageModel, ids: Tensor) -> Loss:
     """Return the loss of ids [tokens] with the state carried through all of them."""
     carried = CarriedLoss(model, model.new_state(1))
     carried.feed(ids)

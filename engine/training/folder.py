@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from engine.models.language_model import LanguageModel
 from engine.models.loader import load_model, save_model
-from engine.models.minrnn.lm import LM
 from engine.training.curve import draw
 from engine.training.evaluation import Loss, carried_loss, windows_loss
 from engine.training.state import FILE_NAME
@@ -24,7 +24,7 @@ CURVE_IMAGE = "curve.png"
 class Result:
     """A finished run; the losses are those of the written weights, computed in float32."""
 
-    model: LM  # as read back
+    model: LanguageModel  # as read back
     best_step: int
     windows: Loss
     carried: Loss

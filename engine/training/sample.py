@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 
 
 @torch.inference_mode()
-def sample_ids(model: LM, prompt: Tensor, count: int, *, temperature: float, seed: int) -> Tensor:
+def sample_ids(
+    model: LanguageModel, prompt: Tensor, count: int, *, temperature: float, seed: int
+) -> Tensor:
     """Sample `count` ids [count] after prompt [tokens] from the softmax at a temperature."""
     device = prompt.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.models.minrnn.config import MinRnnConfig
 from engine.training.recipe import Recipe
 
 FILE_NAME = "training-state.pt"
@@ -72,7 +72,7 @@ class RunState:
             raise CheckpointError(f"{path}: not the state of a training run")
         return cls(**values)
 
-    def check_same_run(self, config: ModelConfig, recipe: Recipe, data: str) -> None:
+    def check_same_run(self, config: MinRnnConfig, recipe: Recipe, data: str) -> None:
         """Raise ConfigError unless the saved run has this config, recipe and data."""
         for saved, asked in (
             (self.config, asdict(config)),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.config import ModelConfig
 from engine.errors import ConfigError, DeviceError, EngineError
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.training.curve import Curve, Point
 from engine.training.data import Split, Windows
@@ -39,7 +39,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: MinRnnConfig,
         recipe: Recipe,
         data: Split,
         folder: Path,

@@ -61,6 +61,7 @@ class MockEngine:
             name="mock",
             folder=str(resolve("shakespeare-mingru")),
             fingerprint="",
+            family="minrnn",
             cell="mingru",
             vocab_size=257,
             eos_token_ids=(256,),

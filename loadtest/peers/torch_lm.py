@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.config import ModelConfig
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from loadtest.lm_models import head_matrix
 
@@ -33,7 +33,7 @@ def _log_g(x: Tensor) -> Tensor:
     return torch.where(x >= 0, (x.clamp(min=0) + 0.5).log(), functional.logsigmoid(x))
 
 
-def _supported(config: ModelConfig) -> None:
+def _supported(config: MinRnnConfig) -> None:
     if config.candidate != "g" or (config.cell == "minlstm" and not config.normalize_gates):
         raise ValueError("the peer knows the paper's cells only: candidate g, normalised gates")
 
@@ -51,6 +51,11 @@ def _cell(gates: Tensor, hidden: Tensor, cell: str) -> Tensor:
     f, i, v = gates.float().chunk(3, dim=-1)
     forget = (functional.logsigmoid(f) - functional.logsigmoid(i)).sigmoid()
     return torch.lerp(_g(v), hidden, forget)
+
+
+def _initial(model: LM) -> Tensor:
+    """Return every layer's h_0 [layers, inner]."""
+    return model.new_state(1)["cell"][:, 0]
 
 
 def _layers(model: LM) -> Iterable[Layer]:
@@ -85,7 +90,7 @@ class Decoder:
     def reset(self) -> None:
         """Reset every sequence to its beginning, about to read token 0."""
         self.tokens.zero_()
-        for hidden, initial in zip(self._hidden, self._model.initial_state_rows(), strict=True):
+        for hidden, initial in zip(self._hidden, _initial(self._model), strict=True):
             hidden.copy_(initial.expand_as(hidden))
         for window in self._inputs:
             window.zero_()
@@ -174,7 +179,7 @@ def read_prompt(model: LM, tokens: Tensor) -> Tensor:
     """Read a prompt [tokens] from the initial state; return its last logits [1, vocab]."""
     _supported(model.config)
     config = model.config
-    states = list(model.initial_state_rows().clamp(min=1e-30).log())
+    states = list(_initial(model).clamp(min=1e-30).log())
     taps = max(0, config.conv_kernel - 1)
     windows = [
         torch.zeros(taps, config.d_model, device=tokens.device, dtype=model.embedding.weight.dtype)
@@ -218,7 +223,7 @@ def _log_scan(log_a: Tensor, log_b: Tensor, log_h: Tensor) -> Tensor:
     return total + torch.logcumsumexp(torch.cat((log_h[None], log_b - total)), 0)[1:]
 
 
-def min_lm(config: ModelConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
+def min_lm(config: MinRnnConfig, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return minGRU-pytorch's model of the same shape, with random fp32 weights of its own.
 
     It maps ids [tokens] to the logits of every token. Raises ImportError if the package is not

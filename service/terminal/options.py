@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from engine.config import CellName, DtypeName, Quantization
+from engine.config import DtypeName, Quantization
+from engine.models.minrnn.config import CellName
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,6 +35,7 @@ from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_rep
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.protocol.token_ids import unpack_ids
+from engine.state_spec import StateSpec
 from engine.step_plan import (
     INITIAL,
     Copy,
@@ -150,6 +151,7 @@ class FakeRunner:
             name="fake",
             folder="" if folder is None else str(folder),
             fingerprint="fake",
+            family="minrnn",
             cell="mingru",
             vocab_size=vocab_size,
             eos_token_ids=(() if eos is None else (eos,)) + more_eos,
@@ -159,7 +161,7 @@ class FakeRunner:
             device="cpu",
             device_name="fake",
             dtype="float32",
-            cell_shape=(1, state_bytes // 4),
+            state=(StateSpec("cell", 1, (state_bytes // 4,)),),
         )
         self.grammars = GrammarCache(folder, vocab_size)
         self.constraints = GrammarMatchers(self.grammars, self.info.eos_token_ids)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config import CellName, ModelConfig
 from engine.errors import CheckpointError
 from engine.models import loader as checkpoint
+from engine.models.minrnn.config import CellName, MinRnnConfig
 from loadtest import lm_limits
 from loadtest.lm_models import random_model, size_config, subject, work
 from loadtest.timing import Call
@@ -40,7 +40,7 @@ def test_sizes_are_those_of_their_names(size: str, parameters: int, inner: int, 
 
 
 def test_work_of_a_model_counted_by_hand() -> None:
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="minlstm", vocab_size=10, d_model=8, n_layers=2, conv_kernel=3, mlp_ratio=2.0
     )
     # A layer: conv taps, their bias, pointwise with bias; gates; out; up and down with biases.
@@ -74,7 +74,7 @@ def test_random_weights_keep_activations_and_vary_tokens(cell: str, layers: int)
         tokens = logits.argmax(1)
         visited.update(tokens.tolist())
     assert len(visited) > 32
-    assert float(state.cell.abs().mean()) < 2
+    assert float(state["cell"].abs().mean()) < 2
 
 
 def test_random_weights_follow_the_seed_and_fill_every_parameter() -> None:

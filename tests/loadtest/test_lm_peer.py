@@ -9,14 +9,14 @@ from typing import cast
 import pytest
 import torch
 
-from engine.config import CellName, ModelConfig
+from engine.models.minrnn.config import CellName, MinRnnConfig
 from engine.models.minrnn.lm import LM
 from loadtest.lm_models import random_model
 from loadtest.peers import torch_lm
 from loadtest.peers.torch_lm import Decoder, min_lm, prompt_reader, read_prompt
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(cell="mingru", vocab_size=50, d_model=32, n_layers=3, expansion=1.5)
+SMALL = MinRnnConfig(cell="mingru", vocab_size=50, d_model=32, n_layers=3, expansion=1.5)
 
 
 def made(cell: str, conv: int, learned: bool, layers: int = SMALL.n_layers) -> LM:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ModelConfig
 from engine.models.loader import load_model, save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.training.evaluation import carried_loss, windows_loss
 from engine.training.tokenizer import byte_level_tokenizer
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 def folder(tmp_path: Path) -> Path:
     tokenizer = byte_level_tokenizer()
     torch.manual_seed(0)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="minlstm", vocab_size=tokenizer.get_vocab_size(), d_model=24, n_layers=1, conv_kernel=3
     )
     save_model(tmp_path / "tiny", LM(config), config, "bfloat16")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.models.minrnn.config import MinRnnConfig
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
 
-def logits(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def logits(config: MinRnnConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """tokens [time] -> [time, vocab_size], float64."""
     w = {name: tensor.detach().double().cpu() for name, tensor in weights.items()}
 

@@ -16,10 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import DtypeName, ModelConfig
+from engine.config import DtypeName
 from engine.errors import CheckpointError, ConfigError
 from engine.models import loader as checkpoint
-from engine.models.loader import fingerprint, load_config, load_model, resolve, save_model
+from engine.models.loader import (
+    fingerprint,
+    load_config,
+    load_model,
+    read_config,
+    resolve,
+    save_model,
+)
 from tests.models.folders import (
     FORBIDDEN,
     UNREADABLE,
@@ -402,7 +409,7 @@ def test_config_of_every_variant_survives_json(tmp_path: Path) -> None:
     for variant in VARIANTS:
         config = config_of(variant.values[0])  # type: ignore[arg-type]
         config.save(tmp_path / "config.json")
-        assert ModelConfig.load(tmp_path / "config.json") == config
+        assert read_config(tmp_path / "config.json") == config
 
 
 def test_a_model_of_the_largest_sizes_is_compared_before_it_is_built(folder: Path) -> None:

@@ -11,10 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config import DtypeName, EngineConfig, ModelConfig, Quantization
+from engine.config import DtypeName, EngineConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.models.convert import convert
-from engine.models.loader import load_config, load_model, quantize_model, save_model
+from engine.models.loader import (
+    load_config,
+    load_model,
+    quantize_model,
+    read_config,
+    save_model,
+)
 from engine.models.minrnn.lm import LM
 from engine.models.quantized import quantized_matrices
 from tests.models.folders import Weights, edit_config, edit_weights
@@ -235,7 +241,7 @@ def test_a_config_without_the_field_is_not_quantised(tmp_path: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     del values["quantization"]
     (folder / "config.json").write_text(json.dumps(values))
-    assert ModelConfig.load(folder / "config.json").quantization is None
+    assert read_config(folder / "config.json").quantization is None
 
 
 def test_an_engine_quantises_as_it_is_told_to() -> None:

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.models.backends import cluster_decode, fused_gemm
 from engine.models.backends.cluster_decode import ClusterDecode, takes
 from engine.models.backends.hopper import HopperBackend
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.ops import cluster_decode as cluster_step
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram
 from tests.models.test_hopper import build, copied, exact_of, only
-from tests.models.variants import int32, relative_error
+from tests.models.variants import blocks_of, int32, relative_error
 
-BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+BASE = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
 
 
-def config(**changes: object) -> ModelConfig:
+def config(**changes: object) -> MinRnnConfig:
     return dataclasses.replace(BASE, **changes)  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def config(**changes: object) -> ModelConfig:
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], taken: bool) -> None:
-    assert takes(config(**changes)) == taken
+    assert takes(blocks_of(config(**changes))) == taken
 
 
 def numbered(rows: int, inputs: int) -> Tensor:
@@ -250,16 +250,16 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
         assert got.shape == expected.shape and got.dtype == torch.float32
         for mine, other, best in (
             (got[live], expected[live], right[live]),
-            (ours.cell, theirs.cell, reference.cell),
-            (ours.conv, theirs.conv, reference.conv),
+            (ours["cell"], theirs["cell"], reference["cell"]),
+            (ours["conv"], theirs["conv"], reference["conv"]),
         ):
             if mine is not None and other is not None and best is not None:
                 error, usual = relative_error(mine, best), relative_error(other, best)
                 assert error < 2 * usual + 5e-3
         dead = [row for row in range(most) if row not in slots]
-        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
-        if ours.conv is not None and theirs.conv is not None:
-            assert torch.equal(ours.conv[:, dead], theirs.conv[:, dead])
+        assert torch.equal(ours["cell"][:, dead], theirs["cell"][:, dead])
+        if ours.get("conv") is not None and theirs.get("conv") is not None:
+            assert torch.equal(ours["conv"][:, dead], theirs["conv"][:, dead])
 
 
 @pytest.mark.gpu
@@ -274,7 +274,7 @@ def test_ids_and_slots_that_are_not_there(form: Form) -> None:
     got = form.logits(clusters.step(ids, state, int32([0, 1, 2, 3, 20], "cuda")), model)
     expected = chain.step(ids, theirs, int32([0, 1, 2, 3, -1], "cuda"))
     assert relative_error(got[:4], expected[:4]) < 0.02
-    assert relative_error(state.cell, theirs.cell) < 0.02
+    assert relative_error(state["cell"], theirs["cell"]) < 0.02
 
 
 @pytest.mark.gpu
@@ -306,7 +306,7 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, fo
         got = clusters.step(ids[order], state, others)
         assert torch.equal(got[others >= 0], logits[order][others >= 0])
         live = others[others >= 0].long()
-        for mine, other in ((state.cell, whole.cell), (state.conv, whole.conv)):
+        for mine, other in ((state["cell"], whole["cell"]), (state["conv"], whole["conv"])):
             if mine is not None and other is not None:
                 assert torch.equal(mine[:, live], other[:, live])
 
@@ -320,7 +320,7 @@ def test_equal_steps_have_the_same_bits(name: str, form: Form) -> None:
     clusters = form.of(model)
     for rows in (40, 100, 200):
         start = model.new_state(rows)
-        start.cell.normal_()
+        start["cell"].normal_()
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
         slots = torch.randperm(rows, device="cuda").to(torch.int32)
         first = copied(start)
@@ -329,9 +329,9 @@ def test_equal_steps_have_the_same_bits(name: str, form: Form) -> None:
         for _ in range(300):
             state = copied(start)
             same &= (clusters.step(ids, state, slots) == expected).all()
-            same &= (state.cell == first.cell).all()
-            if state.conv is not None and first.conv is not None:
-                same &= (state.conv == first.conv).all()
+            same &= (state["cell"] == first["cell"]).all()
+            if state.get("conv") is not None and first.get("conv") is not None:
+                same &= (state["conv"] == first["conv"]).all()
         assert same
 
 
@@ -359,7 +359,7 @@ def test_graphs_of_several_batches_take_turns(form: Form) -> None:
         apart = copied(state)
         graph.replay()
         assert torch.equal(clusters.step(tokens, apart, slots), logits)
-        assert torch.equal(apart.cell, state.cell)
+        assert torch.equal(apart["cell"], state["cell"])
 
 
 @pytest.mark.gpu
@@ -367,7 +367,7 @@ def test_graphs_of_several_batches_take_turns(form: Form) -> None:
 def test_what_does_not_fit_is_said(form: Form) -> None:
     model = build(MODELS["mingru"], torch.bfloat16)
     program = form.of(model)._program
-    cell, one = model.new_state(4).cell, int32([1], "cuda")
+    cell, one = model.new_state(4)["cell"], int32([1], "cuda")
     with pytest.raises(RuntimeError, match="slots"):
         program.run(one, int32([1, 2], "cuda"), cell, None)
     with pytest.raises(RuntimeError, match="cell"):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.models.backends import dispatch
 from engine.models.backends.dispatch import (
     ANY,
@@ -24,12 +23,13 @@ from engine.models.backends.dispatch import (
     usable_paths,
 )
 from engine.models.backends.tuning_cache import TuningCache
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from engine.runner.cuda_graphs import buckets
 from tests.models.variants import int32
 
-CONFIG = ModelConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=1)
+CONFIG = MinRnnConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=1)
 MANY = range(33, sys.maxsize)
 
 

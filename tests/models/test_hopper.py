@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import SCAN_CHUNK, ModelConfig
+from engine.config import SCAN_CHUNK
 from engine.models.backends import (
     cluster_decode,
     cublas,
@@ -21,6 +21,7 @@ from engine.models.backends import (
 )
 from engine.models.backends.dispatch import ExecutionPath, PathBackend
 from engine.models.backends.hopper import HopperBackend, supports
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from engine.ops import library
@@ -33,7 +34,7 @@ Prepare = Callable[[HopperBackend, Sequence[int]], None]
 Backend = TypeVar("Backend", bound=PathBackend)
 CUDA = torch.device("cuda")
 
-_BASE = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+_BASE = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
 CONFIGS = {
     "mingru": _BASE,
     "minlstm": dataclasses.replace(_BASE, cell="minlstm"),
@@ -49,7 +50,7 @@ CONFIGS = {
 }
 
 
-def build(config: ModelConfig, dtype: torch.dtype) -> LM:
+def build(config: MinRnnConfig, dtype: torch.dtype) -> LM:
     torch.manual_seed(1)
     model = LM(config).eval()
     with torch.no_grad():
@@ -78,7 +79,7 @@ def path_of(backend: PathBackend, name: str) -> ExecutionPath:
 
 
 def copied(state: ModelState) -> ModelState:
-    return ModelState(state.cell.clone(), None if state.conv is None else state.conv.clone())
+    return ModelState({name: tensor.clone() for name, tensor in state.named.items()})
 
 
 @pytest.fixture(params=["unprepared", "chain", "second", "third", "fourth", "last"])
@@ -123,7 +124,7 @@ def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
             allowed = 2 * relative_error(plain[live], right[live]) + 2e-3
             assert relative_error(got[live], right[live]) < allowed
         dead = [row for row in range(batch + 2) if row not in slots.tolist()]
-        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+        assert torch.equal(ours["cell"][:, dead], theirs["cell"][:, dead])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -147,8 +148,8 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
             right = exact.logits(exact.prefill(tokens, cu_seqlens, reference, slots))
             assert got.shape == plain.shape
             assert relative_error(got, right) < 2 * relative_error(plain, right) + 2e-3
-        allowed = 2 * relative_error(theirs.cell, reference.cell) + 2e-3
-        assert relative_error(ours.cell, reference.cell) < allowed
+        allowed = 2 * relative_error(theirs["cell"], reference["cell"]) + 2e-3
+        assert relative_error(ours["cell"], reference["cell"]) < allowed
 
 
 def test_what_is_prepared_is_measured() -> None:
@@ -338,9 +339,9 @@ def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
     quick = HopperBackend(model, deterministic=True)
     most = 1100
     start = model.new_state(most)
-    start.cell.add_(torch.rand_like(start.cell))
-    if start.conv is not None:
-        start.conv.add_(torch.randn_like(start.conv))
+    start["cell"].add_(torch.rand_like(start["cell"]))
+    if start.get("conv") is not None:
+        start["conv"].add_(torch.randn_like(start["conv"]))
     tokens = torch.randint(0, config.vocab_size, (2, most), device="cuda", dtype=torch.int32)
 
     def read(slots: list[int]) -> tuple[Tensor, Tensor]:
@@ -349,7 +350,7 @@ def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
         at = int32(slots, "cuda")
         for step in range(2):
             logits = quick.step(tokens[step, slots].contiguous(), state, at)
-        return logits, state.cell[:, slots]
+        return logits, state["cell"][:, slots]
 
     logits, cell = read(list(range(most)))
     for batch in (1, 3, 8, 13, 32, 60, 130, 400, 1000):
@@ -384,9 +385,9 @@ def test_deterministic_prompts_have_the_bits_of_one_alone_and_whole(name: str) -
             ]
             assert torch.equal(torch.cat(got), expected)
             assert torch.equal(quick.logits(hidden[edges[slots.index(slot)] :][:1]), expected[:1])
-            assert torch.equal(state.cell[:, 1], together.cell[:, slot])
-            if state.conv is not None and together.conv is not None:
-                assert torch.equal(state.conv[:, 1], together.conv[:, slot])
+            assert torch.equal(state["cell"][:, 1], together["cell"][:, slot])
+            if state.get("conv") is not None and together.get("conv") is not None:
+                assert torch.equal(state["conv"][:, 1], together["conv"][:, slot])
 
 
 @pytest.mark.parametrize("name", ["mingru", "minlstm", "conv", "large"])

@@ -30,9 +30,9 @@ def prefill(model: LM, tokens: Tensor, state: ModelState, slot: int) -> Tensor:
 
 
 def assert_same_row(a: ModelState, row_a: int, b: ModelState, row_b: int) -> None:
-    assert relative_error(a.cell[:, row_a], b.cell[:, row_b]) < TOLERANCE
-    if a.conv is not None and b.conv is not None:
-        assert relative_error(a.conv[:, row_a], b.conv[:, row_b]) < TOLERANCE
+    assert relative_error(a["cell"][:, row_a], b["cell"][:, row_b]) < TOLERANCE
+    if a.get("conv") is not None and b.get("conv") is not None:
+        assert relative_error(a["conv"][:, row_a], b["conv"][:, row_b]) < TOLERANCE
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,9 +135,8 @@ def test_other_rows_neither_matter_nor_change(options: dict[str, object], device
 
     state = model.new_state(5)
     used, poisoned = [3, 1], [0, 2, 4]
-    for tensor in (state.cell, state.conv):
-        if tensor is not None:
-            tensor[:, poisoned] = torch.nan
+    for tensor in state.tensors():
+        tensor[:, poisoned] = torch.nan
     # The middle sequence is padding: its slot is negative.
     batch, bounds = torch.cat([tokens] * 3), int32([0, 9, 18, 27], device)
     slots = int32([3, -1, 1], device)
@@ -145,10 +144,9 @@ def test_other_rows_neither_matter_nor_change(options: dict[str, object], device
     assert relative_error(torch.cat((got[:9], got[18:])), expected) < TOLERANCE
     got_next = model.logits(model.step(tokens[:1].expand(3), state, slots))
     assert relative_error(got_next[[0, 2]], expected_next.expand(2, -1)) < TOLERANCE
-    for tensor in (state.cell, state.conv):
-        if tensor is not None:
-            assert tensor[:, poisoned].isnan().all()
-            assert not tensor[:, used].isnan().any()
+    for tensor in state.tensors():
+        assert tensor[:, poisoned].isnan().all()
+        assert not tensor[:, used].isnan().any()
 
 
 @pytest.mark.parametrize("options", VARIANTS)
@@ -156,17 +154,17 @@ def test_new_state_is_the_initial_state(options: dict[str, object]) -> None:
     model = build(options)
     state = model.new_state(3)
     config = model.config
-    assert state.cell.shape == (config.n_layers, 3, config.inner)
-    assert state.cell.dtype == torch.float32
-    rows = model.initial_state_rows()
-    assert torch.equal(state.cell, rows.unsqueeze(1).expand_as(state.cell))
+    assert state["cell"].shape == (config.n_layers, 3, config.inner)
+    assert state["cell"].dtype == torch.float32
+    rows = model.initial_state().get("cell", torch.zeros(config.n_layers, config.inner))
+    assert torch.equal(state["cell"], rows.unsqueeze(1).expand_as(state["cell"]))
     if config.learned_initial_state:
         learned = model.state_dict()["layers.1.cell.initial"]
         assert relative_error(rows[1], reference.g(learned.double())) < 1e-6
     else:
         assert not rows.any()
-    assert (state.conv is None) == (config.conv_kernel == 0)
-    size = state.cell[:, 0].numel() + (0 if state.conv is None else state.conv[:, 0].numel())
+    assert (state.get("conv") is None) == (config.conv_kernel == 0)
+    size = sum(tensor[:, 0].numel() for tensor in state.tensors())
     assert 4 * size == config.state_bytes
 
 
@@ -182,7 +180,7 @@ def test_sixteen_bit_weights(cell: str, dtype: torch.dtype, device: str) -> None
     tokens = random_tokens(model, 60)
     state = model.new_state(1)
     got = prefill(model, tokens, state, 0)
-    assert got.dtype == state.cell.dtype == torch.float32
+    assert got.dtype == state["cell"].dtype == torch.float32
     expected = prefill(exact, tokens, exact.new_state(1), 0)
     assert relative_error(got, expected) < (0.03 if dtype == torch.bfloat16 else 0.004)
 
@@ -258,4 +256,4 @@ def test_serving_never_waits_for_the_device(options: dict[str, object]) -> None:
         model.logits(model.step(tokens[:2], state, slots))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert state.cell.isfinite().all()
+    assert state["cell"].isfinite().all()

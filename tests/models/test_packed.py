@@ -108,7 +108,7 @@ def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) 
     assert by_step.dtype == by_prompt.dtype == torch.float32
     assert relative_error(by_step, expected) < tolerance
     assert relative_error(by_prompt, by_step) < FP32
-    assert relative_error(other.cell[:, [0, 2]], state.cell[:, [3, 1]]) < FP32
+    assert relative_error(other["cell"][:, [0, 2]], state["cell"][:, [3, 1]]) < FP32
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_a_row_has_the_same_bits_in_every_company(
             slots = slots[:batch].to(torch.int32)
             got = stepped(packed, tokens[:batch], state, slots)
             assert torch.equal(got, expected[:batch])
-            assert torch.equal(state.cell[:, slots.long()], alone.cell[:, :batch])
-            if state.conv is not None and alone.conv is not None:
-                assert torch.equal(state.conv[:, slots.long()], alone.conv[:, :batch])
+            assert torch.equal(state["cell"][:, slots.long()], alone["cell"][:, :batch])
+            if state.get("conv") is not None and alone.get("conv") is not None:
+                assert torch.equal(state["conv"][:, slots.long()], alone["conv"][:, :batch])
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -173,7 +173,7 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
         slots = list(range(first, last))
         got = stepped(packed, tokens[first:last], state, int32(slots))
         assert torch.equal(got, expected[first:last])
-        assert torch.equal(state.cell[:, slots], together.cell[:, slots])
+        assert torch.equal(state["cell"][:, slots], together["cell"][:, slots])
 
 
 @pytest.mark.parametrize("cell", ["mingru", "minlstm"])
@@ -190,9 +190,9 @@ def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dty
         alone = packed.new_state(1)
         expected = packed.prefill(prompt, int32([0, len(prompt)]), alone, int32([0]))
         assert torch.equal(got, expected)
-        assert torch.equal(together.cell[:, slot], alone.cell[:, 0])
-        assert together.conv is not None and alone.conv is not None
-        assert torch.equal(together.conv[:, slot], alone.conv[:, 0])
+        assert torch.equal(together["cell"][:, slot], alone["cell"][:, 0])
+        assert together.get("conv") is not None and alone.get("conv") is not None
+        assert torch.equal(together["conv"][:, slot], alone["conv"][:, 0])
 
 
 @pytest.mark.parametrize("conv", [0, 3])
@@ -212,10 +212,10 @@ def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], 
         hidden = packed.prefill(tokens, bounds, state, slots)
         assert torch.equal(hidden[:3], expected[0])
         assert torch.equal(hidden[10:152], expected[1])
-        assert torch.equal(state.cell, alone.cell)
+        assert torch.equal(state["cell"], alone["cell"])
         if conv:
-            assert state.conv is not None and alone.conv is not None
-            assert torch.equal(state.conv, alone.conv)
+            assert state.get("conv") is not None and alone.get("conv") is not None
+            assert torch.equal(state["conv"], alone["conv"])
 
 
 @pytest.mark.parametrize("conv", [0, 3])
@@ -227,22 +227,22 @@ def test_a_padding_row_changes_nothing(conv: int) -> None:
     padded = torch.tensor([-7, int(tokens), 2**40])  # nobody reads the token of a padding row
     got = packed.step(padded, state, int32([-1, 1, -3]))
     assert torch.equal(got[1], wanted[0])
-    assert torch.equal(state.cell, expected.cell)
-    if state.conv is not None and expected.conv is not None:
-        assert torch.equal(state.conv, expected.conv)
+    assert torch.equal(state["cell"], expected["cell"])
+    if state.get("conv") is not None and expected.get("conv") is not None:
+        assert torch.equal(state["conv"], expected["conv"])
 
 
 def test_int32_and_int64_tokens_and_a_view_of_a_pool() -> None:
     packed = CpuBackend(build({"cell": "minlstm", "conv_kernel": 3}))
     pool = packed.new_state(10)
-    assert pool.conv is not None
-    part = ModelState(pool.cell[:, 2:8], pool.conv[:, 2:8])
+    assert pool.get("conv") is not None
+    part = ModelState({name: tensor[:, 2:8] for name, tensor in pool.named.items()})
     whole = packed.new_state(6)
     tokens = random_tokens(29, 3)
     got = packed.step(tokens.int(), part, int32([0, 4, 5]))
     assert torch.equal(got, packed.step(tokens, whole, int32([0, 4, 5])))
-    assert torch.equal(pool.cell[:, 2:8], whole.cell)
-    assert torch.equal(pool.cell[:, :2], packed.new_state(2).cell)
+    assert torch.equal(pool["cell"][:, 2:8], whole["cell"])
+    assert torch.equal(pool["cell"][:, :2], packed.new_state(2)["cell"])
 
 
 def test_an_empty_batch() -> None:
@@ -338,13 +338,13 @@ def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
         if position == 5:  # the norm's epsilon may be any number
             continue
         with pytest.raises(RuntimeError, match="plan"):
-            call(*arguments, weights, changed, state.cell, None)
+            call(*arguments, weights, changed, state["cell"], None)
     with pytest.raises(RuntimeError, match="too early"):
-        call(*arguments, weights, plan[:-1], state.cell, None)
+        call(*arguments, weights, plan[:-1], state["cell"], None)
     with pytest.raises(RuntimeError, match="too many"):
-        call(*arguments, weights, torch.cat([plan, plan[:1]]), state.cell, None)
+        call(*arguments, weights, torch.cat([plan, plan[:1]]), state["cell"], None)
     with pytest.raises(RuntimeError, match="plan"):
-        call(*arguments, weights[:-64], plan, state.cell, None)
+        call(*arguments, weights[:-64], plan, state["cell"], None)
 
 
 def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
@@ -380,4 +380,4 @@ def test_splits_at_chunk_multiples_change_no_bit(cell: str, kind: str, mlp_ratio
         other = packed.new_state(1)
         parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split([first])]
         assert torch.equal(torch.cat(parts), expected)
-        assert torch.equal(other.cell, state.cell)
+        assert torch.equal(other["cell"], state["cell"])

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from engine.config import ModelConfig
 from engine.models.backends.cublas import CublasPath, supports
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.lm_head import LmHead
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.state import ModelState
 from tests.models.test_hopper import CONFIGS, build, exact_of
 from tests.models.variants import int32, relative_error
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 CASES = {
     **CONFIGS,
-    "narrow": ModelConfig(cell="minlstm", vocab_size=29, d_model=40, n_layers=3, out_bias=True),
+    "narrow": MinRnnConfig(cell="minlstm", vocab_size=29, d_model=40, n_layers=3, out_bias=True),
 }
 
 
@@ -59,12 +59,12 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
         usual = plain.logits(plain.step(one, theirs, slots))
         allowed = 2 * relative_error(usual[live], right[live]) + 2e-3
         assert relative_error(got[live], right[live]) < allowed
-    allowed = 2 * relative_error(theirs.cell, reference.cell) + 2e-3
-    assert relative_error(ours.cell, reference.cell) < allowed
+    allowed = 2 * relative_error(theirs["cell"], reference["cell"]) + 2e-3
+    assert relative_error(ours["cell"], reference["cell"]) < allowed
     dead = [row for row in range(rows) if row not in slots.tolist()]
     fresh = model.new_state(rows)
-    never = [row for row in dead if torch.equal(theirs.cell[:, row], fresh.cell[:, row])]
-    assert torch.equal(ours.cell[:, never], fresh.cell[:, never])
+    never = [row for row in dead if torch.equal(theirs["cell"][:, row], fresh["cell"][:, row])]
+    assert torch.equal(ours["cell"][:, never], fresh["cell"][:, never])
 
 
 def test_a_graph_of_it_replays() -> None:
@@ -101,4 +101,4 @@ def test_models_without_kernels_of_their_own_use_it(name: str) -> None:
     tokens = torch.randint(0, 29, (40,), dtype=torch.int32, device="cuda")
     got = served.step(tokens, ours, slots)
     assert relative_error(got, exact.logits(exact.step(tokens, reference, slots))) < 0.03
-    assert isinstance(ours, ModelState) and relative_error(ours.cell, reference.cell) < 0.03
+    assert isinstance(ours, ModelState) and relative_error(ours["cell"], reference["cell"]) < 0.03

@@ -7,32 +7,42 @@ import dataclasses
 import pytest
 import torch
 
-from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models import registry
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
-from engine.models.state import StateSpec, new_state, state_specs
+from engine.models.state import new_state
 from engine.ops.upload import UploadRing
 from engine.runner.state_pool import StatePool
+from engine.state_spec import StateSpec
 
-PLAIN = ModelConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=2, expansion=1.5)
+PLAIN = MinRnnConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=2, expansion=1.5)
 CONVOLVED = dataclasses.replace(PLAIN, cell="minlstm", conv_kernel=4)
 
 
-def test_a_cell_says_which_family_a_model_is_of() -> None:
+def test_a_config_says_which_family_a_model_is_of() -> None:
     for config in (PLAIN, CONVOLVED):
         assert registry.family_of(config).name == "minrnn"
         assert isinstance(registry.build(config), LM)
-    unknown = dataclasses.replace(PLAIN)
-    object.__setattr__(unknown, "cell", "hgrn")
-    with pytest.raises(ConfigError, match="cell 'hgrn'; known cells: mingru, minlstm") as error:
-        registry.build(unknown)
-    assert error.value.param == "cell"
+        assert registry.config_from_dict(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="family is 'gpt'; allowed: minrnn") as error:
+        registry.config_from_dict({"family": "gpt", "cell": "mingru"})
+    assert error.value.param == "family"
 
 
-def test_no_two_families_have_a_cell_in_common() -> None:
-    cells = [cell for family in registry.FAMILIES for cell in family.cells]
-    assert len(cells) == len(set(cells))
+def test_an_unknown_architecture_is_refused_by_name() -> None:
+    published = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*does not serve; allowed: ") as error:
+        registry.config_from_dict(published)
+    assert error.value.param == "architectures"
+
+
+def test_no_two_families_have_a_name_in_common() -> None:
+    names = [family.name for family in registry.FAMILIES]
+    assert len(names) == len(set(names))
+    for kind in ("architectures", "model_types"):
+        of_all = [name for family in registry.FAMILIES for name in getattr(family, kind)]
+        assert len(of_all) == len(set(of_all))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +52,9 @@ def test_no_two_families_have_a_cell_in_common() -> None:
         (CONVOLVED, [StateSpec("cell", 2, (12,)), StateSpec("conv", 2, (3, 8))]),
     ],
 )
-def test_what_a_sequence_carries(config: ModelConfig, specs: list[StateSpec]) -> None:
+def test_what_a_sequence_carries(config: MinRnnConfig, specs: list[StateSpec]) -> None:
     """The model, the pool and the config, by which files of states are checked, agree."""
-    assert list(state_specs(config)) == specs
+    assert list(config.state) == specs
     assert sum(spec.bytes for spec in specs) == config.state_bytes
     states = [LM(config).new_state(3), StatePool(config, 2, UploadRing(torch.device("cpu"))).state]
     for state in states:
@@ -55,7 +65,7 @@ def test_what_a_sequence_carries(config: ModelConfig, specs: list[StateSpec]) ->
 
 def test_new_states_begin_at_the_initial_state() -> None:
     initial = torch.randn(2, 12)
-    state = new_state(CONVOLVED, 3, initial)
-    assert torch.equal(state.cell, initial.unsqueeze(1).expand(-1, 3, -1))
-    assert state.conv is not None and not state.conv.any()
-    assert new_state(PLAIN, 1, initial.double()).cell.dtype == torch.float64
+    state = new_state(CONVOLVED.state, 3, {"cell": initial})
+    assert torch.equal(state["cell"], initial.unsqueeze(1).expand(-1, 3, -1))
+    assert state.get("conv") is not None and not state["conv"].any()
+    assert new_state(PLAIN.state, 1, {"cell": initial.double()})["cell"].dtype == torch.float64

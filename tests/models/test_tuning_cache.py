@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.config import ModelConfig
 from engine.models.backends.tuning_cache import TuningCache, tuning_folder
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 
 KEY = {"gpu": ["a GPU", 132, 2**36], "model": {"d_model": 8}}
@@ -144,9 +144,9 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_is_of_one_model_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"name": "a GPU", "multi_processor_count": 132, "total_memory": 2**36}
     device = torch.device("cuda")
-    config = ModelConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=1)
+    config = MinRnnConfig(cell="mingru", vocab_size=29, d_model=8, n_layers=1)
 
-    def file_of(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, **other: object) -> Path:
+    def file_of(config: MinRnnConfig, dtype: torch.dtype = torch.bfloat16, **other: object) -> Path:
         properties = SimpleNamespace(**{**gpu, **other})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         path = TuningCache.of(tmp_path, LM(config).to(dtype), device).path

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, Quantization
+from engine.config import Quantization
 from engine.models.backends import fused_gemm, persistent_decode
 from engine.models.backends.dispatch import PathBackend
 from engine.models.backends.eager import EagerBackend
@@ -21,19 +21,20 @@ from engine.models.backends.persistent_decode import PersistentDecode, _phases, 
 from engine.models.backends.selector import select_backend
 from engine.models.backends.weight_transforms import bytes_of_copy
 from engine.models.loader import quantize_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.quantize import QUANTIZED_DTYPES
 from engine.ops import persistent_decode as ops
 from engine.ops.persistent_decode import Phase, PhaseShape, Program
 from tests.models.test_hopper import CONFIGS, build, copied, exact_of, only
-from tests.models.variants import int32, relative_error
+from tests.models.variants import blocks_of, int32, relative_error
 
 H100 = 132  # multiprocessors
 SLOTS = 20
 
 
-def config(**changes: object) -> ModelConfig:
-    base = ModelConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+def config(**changes: object) -> MinRnnConfig:
+    base = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -61,7 +62,7 @@ def config(**changes: object) -> ModelConfig:
     ],
 )
 def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
-    assert most_rows(config(**changes), H100) == rows
+    assert most_rows(blocks_of(config(**changes)), H100) == rows
 
 
 @pytest.mark.parametrize(
@@ -76,19 +77,19 @@ def test_which_models_it_takes(changes: dict[str, object], rows: int) -> None:
 def test_inputs_in_pieces_are_whole_parts_in_a_fixed_order(
     changes: dict[str, object], rows: int
 ) -> None:
-    assert most_rows(config(**changes), H100, fixed_order=True) == rows
+    assert most_rows(blocks_of(config(**changes)), H100, fixed_order=True) == rows
 
 
 def test_phases_are_counted_as_they_are_made() -> None:
-    assert most_rows(config(n_layers=44, conv_kernel=4), H100) == 16  # 222 phases of 224
-    assert most_rows(config(n_layers=45, conv_kernel=4), H100) == 0
+    assert most_rows(blocks_of(config(n_layers=44, conv_kernel=4)), H100) == 16  # 222 phases of 224
+    assert most_rows(blocks_of(config(n_layers=45, conv_kernel=4)), H100) == 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"conv_kernel": 3}, {"mlp_ratio": 0.0, "cell": "minlstm"}])
 def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, object]) -> None:
     model = LM(config(**changes))
     phases = list(_phases(model, LmHead.of(model)))
-    shapes = list(_shapes(model.config))
+    shapes = list(_shapes(blocks_of(model.config)))
     assert len(shapes) == len(phases)
     for phase, shape in zip(phases, shapes, strict=True):
         rows, columns = phase.weight.shape
@@ -116,7 +117,10 @@ def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, obj
 def test_a_refusal_has_a_reason(changes: dict[str, object], reason: str) -> None:
     asked = config(**changes)
     rows, refusal = ops.most_rows(
-        list(_shapes(asked)), weight_type=torch.bfloat16, gates=asked.gates, processors=H100
+        list(_shapes(blocks_of(asked))),
+        weight_type=torch.bfloat16,
+        gates=asked.gates,
+        processors=H100,
     )
     assert rows == 0 and reason in refusal
 
@@ -181,11 +185,15 @@ def test_steps_as_the_chain_does(name: str) -> None:
         assert got.shape == expected.shape and got.dtype == torch.float32
         if live:
             assert as_near(got[live], expected[live], right[live])
-        assert as_near(ours.cell, theirs.cell, reference.cell)
-        if ours.conv is not None and theirs.conv is not None and reference.conv is not None:
-            assert as_near(ours.conv, theirs.conv, reference.conv)
+        assert as_near(ours["cell"], theirs["cell"], reference["cell"])
+        if (
+            ours.get("conv") is not None
+            and theirs.get("conv") is not None
+            and reference.get("conv") is not None
+        ):
+            assert as_near(ours["conv"], theirs["conv"], reference["conv"])
         dead = [row for row in range(SLOTS) if row not in slots]
-        assert torch.equal(ours.cell[:, dead], theirs.cell[:, dead])
+        assert torch.equal(ours["cell"][:, dead], theirs["cell"][:, dead])
 
 
 def chances(seed: str, most: int) -> Iterator[tuple[list[int], int]]:
@@ -221,11 +229,11 @@ def test_a_thousand_steps_have_the_same_bits(name: str) -> None:
         expected = whole.step(ids, state, slots).clone()
         after, differing = copied(state), torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(1000):
-            state.cell.copy_(start.cell)
-            if state.conv is not None and start.conv is not None:
-                state.conv.copy_(start.conv)
+            state["cell"].copy_(start["cell"])
+            if state.get("conv") is not None and start.get("conv") is not None:
+                state["conv"].copy_(start["conv"])
             differing += (whole.step(ids, state, slots) != expected).sum()
-            differing += (state.cell != after.cell).sum()
+            differing += (state["cell"] != after["cell"]).sum()
         assert int(differing) == 0
 
 
@@ -246,9 +254,9 @@ def test_in_a_fixed_order_steps_have_the_bits_of_the_chain(name: str) -> None:
             for quick, state in ((whole, ours), (chain, theirs))
         )
         assert torch.equal(got[live], expected[live])
-        assert torch.equal(ours.cell, theirs.cell)
-        if ours.conv is not None and theirs.conv is not None:
-            assert torch.equal(ours.conv, theirs.conv)
+        assert torch.equal(ours["cell"], theirs["cell"])
+        if ours.get("conv") is not None and theirs.get("conv") is not None:
+            assert torch.equal(ours["conv"], theirs["conv"])
 
 
 @pytest.mark.gpu
@@ -271,7 +279,7 @@ def test_quantised_weights_are_as_exact(name: str, kind: Quantization) -> None:
         plain = model.logits(model.step(ids, theirs, slots))
         assert got.shape == plain.shape
         assert relative_error(got, plain) < 0.04
-        assert relative_error(state.cell, theirs.cell) < 0.04
+        assert relative_error(state["cell"], theirs["cell"]) < 0.04
 
 
 @pytest.mark.gpu
@@ -301,7 +309,7 @@ def test_many_tokens_of_quantised_weights_are_read_with_a_copy(
         got, expected = served.step(ids, state, slots), few.step(ids, theirs, slots)
         assert torch.equal(got, expected) == (batch == 8)
         assert relative_error(got, model.logits(model.step(ids, plain, slots))) < 0.04
-        assert relative_error(state.cell, plain.cell) < 0.04
+        assert relative_error(state["cell"], plain["cell"]) < 0.04
     ids, bounds = int32(list(range(30)), "cuda"), int32([0, 30], "cuda")
     theirs, slots = copied(state), int32([3], "cuda")
     hidden, expected = (
@@ -309,7 +317,7 @@ def test_many_tokens_of_quantised_weights_are_read_with_a_copy(
         for quick, rows in ((served, state), (model, theirs))
     )
     assert relative_error(served.logits(hidden), model.logits(expected)) < 0.04
-    assert relative_error(state.cell, theirs.cell) < 0.04
+    assert relative_error(state["cell"], theirs["cell"]) < 0.04
 
 
 @pytest.mark.gpu
@@ -387,7 +395,7 @@ def test_graphs_of_several_batches_take_turns(deterministic: bool) -> None:
         eager = copied(state)
         graph.replay()
         assert torch.equal(whole.step(tokens, eager, slots), logits)
-        assert torch.equal(eager.cell, state.cell)
+        assert torch.equal(eager["cell"], state["cell"])
 
 
 @pytest.mark.gpu
@@ -420,11 +428,13 @@ def test_a_neighbours_state_and_padding_are_left_alone(deterministic: bool) -> N
     whole = whole_of(model, deterministic=deterministic)
     for live in (2,) if deterministic else (2, 11):
         state = model.new_state(live + 2)
-        state.cell[:, [0, -1]] = float("nan")
+        state["cell"][:, [0, -1]] = float("nan")
         slots = [1, -1, *range(2, live + 1)]
         logits = whole.step(int32([1] * len(slots), "cuda"), state, int32(slots, "cuda"))
         assert torch.isfinite(logits[[0, *range(2, len(slots))]]).all()
-        assert state.cell[:, [0, -1]].isnan().all() and torch.isfinite(state.cell[:, 1:-1]).all()
+        assert (
+            state["cell"][:, [0, -1]].isnan().all() and torch.isfinite(state["cell"][:, 1:-1]).all()
+        )
 
 
 @pytest.mark.gpu
@@ -437,7 +447,7 @@ def test_ids_and_slots_that_do_not_exist_are_passed_over(deterministic: bool) ->
     logits = whole.step(ids, state, slots)
     expected = whole.step(ids[:1], clean, slots[:1])
     assert torch.isfinite(logits[:3]).all() and torch.equal(logits[:1], expected)
-    assert torch.equal(state.cell[:, 0], clean.cell[:, 0])
+    assert torch.equal(state["cell"][:, 0], clean["cell"][:, 0])
 
 
 @pytest.mark.gpu
@@ -468,21 +478,21 @@ def test_refuses_what_does_not_fit() -> None:
     state = model.new_state(16)
     tokens = torch.zeros(17, dtype=torch.int32, device="cuda")
     with pytest.raises(RuntimeError, match="batch must be 1 to 16, got 17"):
-        program.run(tokens, tokens, state.cell, None, 1e-5)
+        program.run(tokens, tokens, state["cell"], None, 1e-5)
     with pytest.raises(RuntimeError, match="tokens must be"):
-        program.run(tokens[:2].long(), tokens[:2], state.cell, None, 1e-5)
+        program.run(tokens[:2].long(), tokens[:2], state["cell"], None, 1e-5)
     with pytest.raises(RuntimeError, match="cell must be"):
-        program.run(tokens[:2], tokens[:2], state.cell[:2], None, 1e-5)
+        program.run(tokens[:2], tokens[:2], state["cell"][:2], None, 1e-5)
     with pytest.raises(RuntimeError, match="conv must be given"):
-        program.run(tokens[:2], tokens[:2], state.cell, torch.zeros(3, 16, 3, 384).cuda(), 1e-5)
+        program.run(tokens[:2], tokens[:2], state["cell"], torch.zeros(3, 16, 3, 384).cuda(), 1e-5)
     with pytest.raises(RuntimeError, match="cell must have a slot"):
-        program.run(tokens[:2], tokens[:2], state.cell[:, :0], None, 1e-5)
+        program.run(tokens[:2], tokens[:2], state["cell"][:, :0], None, 1e-5)
     table = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
     how = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
     ends = Phase(kind="logits", weight=torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))
     with pytest.raises(RuntimeError, match="inputs of phase 1 must be the channels"):
         Program([Phase(kind="embed", weight=table), ends], **how).run(
-            tokens[:1], tokens[:1], state.cell[:0], None, 1e-5
+            tokens[:1], tokens[:1], state["cell"][:0], None, 1e-5
         )
     with pytest.raises(RuntimeError, match="8-bit weights must have a scale"):
         narrow = Phase(kind="logits", weight=table.to(torch.int8))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.models.backends.blocks import BlockModel, compile_blocks
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,9 +34,9 @@ VARIANTS = [
 ]
 
 
-def config_of(options: dict[str, object]) -> ModelConfig:
+def config_of(options: dict[str, object]) -> MinRnnConfig:
     values = {"vocab_size": 29, "d_model": 20, "n_layers": 2, "expansion": 1.5, **options}
-    return ModelConfig(**values)  # type: ignore[arg-type]
+    return MinRnnConfig(**values)  # type: ignore[arg-type]
 
 
 def build(options: dict[str, object], device: str = "cpu", seed: int = 0) -> LM:
@@ -58,3 +59,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     """The largest difference, in units of the largest expected magnitude."""
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     return float((got - expected).abs().max() / expected.abs().max())
+
+
+def blocks_of(config: MinRnnConfig) -> BlockModel:
+    """Return the blocks of a model without memory for its weights."""
+    with torch.device("meta"):
+        return compile_blocks(LM(config))

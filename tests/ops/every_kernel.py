@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from engine.config import ModelConfig
 from engine.models.backends.cluster_decode import ClusterDecode
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
 from engine.models.loader import quantize_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 from engine.ops.gemm import (
@@ -212,7 +212,7 @@ def normed(width: int, channels: int, gates: int) -> None:
 def whole_steps() -> None:
     """More channels than one unit for each block; a convolution; every number of gates."""
     for cell, linear in itertools.product(("mingru", "minlstm"), (False, True)):
-        config = ModelConfig(
+        config = MinRnnConfig(
             cell=cell,
             vocab_size=1200,
             d_model=448,
@@ -236,7 +236,7 @@ def whole_steps() -> None:
 def clustered_steps() -> None:
     """Both cells, with and without convolutions and MLPs; clusters with 8, 16 and (without both) 32
     sequences; a head and none."""
-    base = ModelConfig(cell="mingru", vocab_size=300, d_model=384, n_layers=2, conv_kernel=4)
+    base = MinRnnConfig(cell="mingru", vocab_size=300, d_model=384, n_layers=2, conv_kernel=4)
     for config in (
         base,
         replace(base, vocab_size=1300),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ModelConfig
+from engine.models.minrnn.config import MinRnnConfig
 from engine.training.data import split
 from engine.training.recipe import Recipe
 from engine.training.trainer import Trainer
@@ -46,6 +46,6 @@ def make_trainer(tmp_path: Path) -> MakeTrainer:
         folder.mkdir(exist_ok=True)
         ids = torch.tensor(list(TEXT))
         data = split(ids, window=recipe["window"], vocab_size=shape["vocab_size"])
-        return Trainer(ModelConfig(**shape), Recipe(**recipe), data, folder, torch.device("cpu"))
+        return Trainer(MinRnnConfig(**shape), Recipe(**recipe), data, folder, torch.device("cpu"))
 
     return make

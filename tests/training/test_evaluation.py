@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import CellName, ModelConfig
+from engine.models.minrnn.config import CellName, MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.training import evaluation
 from engine.training.evaluation import (
@@ -20,7 +20,7 @@ from engine.training.evaluation import (
 
 def model(cell: CellName, conv_kernel: int = 4, learned: bool = False) -> LM:
     torch.manual_seed(5)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell=cell,
         vocab_size=11,
         d_model=8,

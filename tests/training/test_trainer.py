@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import CellName
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.models.loader import load_model
+from engine.models.minrnn.config import CellName
 from engine.training.curve import Point
 from engine.training.evaluation import windows_loss
 from engine.training.folder import write_checkpoint, write_readme

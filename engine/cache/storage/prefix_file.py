@@ -1,9 +1,9 @@
 """The file of a cached prefix: the text that was read and the state after it, as safetensors.
 
-Tensors: `text` I32 [n], first in the file so that only it is read at a start; `state` F32, cell and
-conv as in a pool row; `logits` F32 [vocab] if stored. Metadata: `format`; `variant` of the model,
-within which states are bitwise equal; `owner` and `salt` to which the text belongs; a checksum of
-the text with the metadata, and one of the rest.
+Tensors: `text` I32 [n], first in the file so that only it is read at a start; `state` U8, the
+model's state as in a pool row, followed by its logits (fp32) if stored. Metadata: `format`;
+`variant` of the model, within which states are bitwise equal; `owner` and `salt` to which the text
+belongs; a checksum of the text with the metadata, and one of the rest.
 
 These files are made by the engine only, never by a client. They are validated nevertheless, since a
 disk may return something else than was written.
@@ -52,7 +52,7 @@ def write(head: Head, state: bytes, variant: str) -> bytes:
         "state_sum": _sum(state),
     }
     text = Tensor("text", "I32", [len(head.text) // ID_BYTES], head.text)
-    return serialize(metadata, [text, Tensor("state", "F32", [len(state) // 4], state)])
+    return serialize(metadata, [text, Tensor("state", "U8", [len(state)], state)])
 
 
 def read_head(file: BinaryIO, most: int) -> bytes:
@@ -77,7 +77,8 @@ def parse(content: bytes, variant: str, shape: StateLayout) -> bytes:
     state = content[-_state_bytes(head.with_logits, shape) :]
     if _sum(state) != state_sum:
         raise StateMalformed("the state's checksum is wrong: the file is damaged")
-    if not np.isfinite(np.frombuffer(state, "<f4")).all():
+    logits = np.frombuffer(state, "<f4", offset=shape.bytes)
+    if not shape.is_finite(memoryview(state)[: shape.bytes]) or not np.isfinite(logits).all():
         raise StateMalformed("the state has values that are not finite")
     return state
 

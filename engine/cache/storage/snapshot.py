@@ -1,9 +1,9 @@
 """Snapshot: a named state as one safetensors file; its content is never unpickled or trusted.
 
-Tensors: `cell` F32 [layers, inner]; `conv` F32 [layers, taps - 1, d_model] if the model has
-convolutions; `tail` I32 [n], the last 1 to MOST_TAIL tokens of the text. The state is the one
-before the tail, which is read when the text is continued. What follows then gets exactly the logits
-that it would have had, and the snapshot needs none.
+Tensors: those of the model's state, by their names, shapes and types (engine/state_spec.py); then
+`tail` I32 [n], the last 1 to MOST_TAIL tokens of the text. The state is the one before the tail,
+which is read when the text is continued. What follows then gets exactly the logits that it would
+have had, and the snapshot needs none.
 
 Metadata, all strings: `format`; `fingerprint` of the model; `tokens`, the length of the text
 including the tail; `drawn`, 1 if the tail was generated; `recent`, the last tokens of the text, in
@@ -11,15 +11,14 @@ case it ends within a character; `digest`, a hash of everything in the file: the
 tensors' names, types and shapes, and their bytes.
 
 The digest reveals damage, not forgery, so everything else is validated too. Every length is checked
-against the model before anything of that length is allocated. Files of format 1, which has no
-digest, can be read.
+against the model before anything of that length is allocated. Files of formats 1 (without a digest)
+and 2 can be read: they are of models whose states are `cell` and `conv`, as format 3 has them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,9 +37,11 @@ from engine.safetensors_container import (
     parse_header,
     serialize,
 )
+from engine.state_spec import StateSpec, bytes_of, offsets_of
 
-FORMAT = "minserve.state.2"
-FORMER = "minserve.state.1"  # format without a digest
+FORMAT = "minserve.state.3"
+FORMER = ("minserve.state.2", "minserve.state.1")
+WITHOUT_DIGEST = "minserve.state.1"
 MOST_TAIL = SCAN_CHUNK  # tokens
 MOST_RECENT = 4  # tokens; a UTF-8 character has up to four bytes
 MOST_TOKENS = 2**62  # the most tokens that a text may claim to have
@@ -55,13 +56,24 @@ class StateLayout:
 
     fingerprint: str
     vocab_size: int
-    cell: tuple[int, int]
-    conv: tuple[int, int, int] | None
+    specs: tuple[StateSpec, ...]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of one state."""
-        return 4 * (math.prod(self.cell) + (math.prod(self.conv) if self.conv else 0))
+        return bytes_of(self.specs)
+
+    def is_finite(self, state: memoryview) -> bool:
+        """Return whether all values of a packed state are finite."""
+        for spec, start, end in offsets_of(self.specs):
+            part = state[start:end]
+            if spec.dtype == "F32":
+                finite = np.isfinite(np.frombuffer(part, "<f4")).all()
+            else:  # BF16: an exponent of ones is an infinity or a NaN
+                finite = ((np.frombuffer(part, "<u2") & 0x7F80) != 0x7F80).all()
+            if not finite:
+                return False
+        return True
 
     @property
     def most_bytes(self) -> int:
@@ -73,7 +85,7 @@ class StateLayout:
 class Snapshot:
     """The content of a snapshot file."""
 
-    state: bytes  # cell, then conv
+    state: bytes  # the tensors of the model's specs, one after the other
     tail: bytes  # packed token ids
     tokens: int
     drawn: bool = False
@@ -101,10 +113,11 @@ def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
         "drawn": str(int(snapshot.drawn)),
         "recent": ",".join(map(str, snapshot.recent)),
     }
-    state, end = memoryview(snapshot.state), 4 * math.prod(shape.cell)
-    tensors = [Tensor("cell", "F32", shape.cell, state[:end])]
-    if shape.conv is not None:
-        tensors.append(Tensor("conv", "F32", shape.conv, state[end:]))
+    state = memoryview(snapshot.state)
+    tensors = [
+        Tensor(spec.name, spec.dtype, spec.full_shape, state[start:end])
+        for spec, start, end in offsets_of(shape.specs)
+    ]
     count = len(snapshot.tail) // ID_BYTES
     tensors.append(Tensor("tail", "I32", [count], snapshot.tail))
     named = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in tensors]
@@ -130,36 +143,36 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
         )
     told, digest = dict(metadata), metadata.pop("digest", None)
     kind, fingerprint = metadata.pop("format", None), metadata.pop("fingerprint", "")
-    if kind not in (FORMAT, FORMER):
-        allowed = f"{FORMAT!r}, or {FORMER!r}"
+    if kind not in (FORMAT, *FORMER):
+        allowed = " or ".join(map(repr, (FORMAT, *FORMER)))
         raise StateMalformed(f"the snapshot's format is {_short(kind)}; allowed: {allowed}")
-    if (digest is None) == (kind == FORMAT):
-        has = "has none" if digest is None else "has one"
+    if (digest is None) != (kind == WITHOUT_DIGEST):
         raise StateMalformed(
-            f"a snapshot of format {FORMAT!r} must have a digest, one of {FORMER!r} must not; this "
-            f"one, of format {kind!r}, {has}"
+            f"a snapshot of format {kind!r} must have "
+            f"{'no digest, but this one has one' if digest else 'a digest, but this one has none'}"
         )
     if fingerprint != shape.fingerprint:
         raise StateMismatch(
             f"the snapshot is of another model: its fingerprint is {_short(fingerprint)}, but this "
             f"model's is {shape.fingerprint!r}"
         )
-    parts = {"cell": shape.cell} | ({} if shape.conv is None else {"conv": shape.conv})
-    wrong = sorted(set(header) ^ {*parts, "tail"})
+    names_of_state = [spec.name for spec in shape.specs]
+    wrong = sorted(set(header) ^ {*names_of_state, "tail"})
     if wrong:
-        names = ", ".join((*parts, "tail"))
+        names = ", ".join((*names_of_state, "tail"))
         raise StateMalformed(f"tensor {_short(wrong[0])} is missing or unknown; required: {names}")
     at = 0
-    for name, expected in parts.items():
-        at = _check_tensor(name, header[name], "F32", list(expected), at)
+    for spec in shape.specs:
+        at = _check_tensor(
+            spec.name, header[spec.name], spec.dtype, list(spec.full_shape), at, spec.bytes
+        )
     count = _tail_length(header["tail"])
-    at = _check_tensor("tail", header["tail"], "I32", [count], at)
+    at = _check_tensor("tail", header["tail"], "I32", [count], at, 4 * count)
     if len(content) - start != at:
         raise StateMalformed(
             f"the snapshot has {len(content) - start} bytes of tensors; its header says {at}"
         )
-    values = np.frombuffer(content, "<f4", shape.bytes // 4, start)
-    if not np.isfinite(values).all():
+    if not shape.is_finite(memoryview(content)[start : start + shape.bytes]):
         raise StateMalformed("the state has values that are not finite")
     tail = content[start + shape.bytes :]
     _check_ids("tail", unpack_ids(tail).tolist(), shape)
@@ -197,12 +210,14 @@ def _sum(
     return digest.hexdigest()
 
 
-def _check_tensor(name: str, given: Any, dtype: str, shape: list[int], start: int) -> int:
-    """Check a tensor's header entry against what is expected at offset `start`.
+def _check_tensor(
+    name: str, given: Any, dtype: str, shape: list[int], start: int, size: int
+) -> int:
+    """Check a tensor's header entry against what is expected: `size` bytes at offset `start`.
 
     Returns the end of the tensor. Raises StateMalformed.
     """
-    end = start + 4 * math.prod(shape)
+    end = start + size
     expected = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     if not isinstance(given, dict) or given != expected or not _all_int(given):
         raise StateMalformed(f"{name} is {_short(given)}; this model's is {expected}")

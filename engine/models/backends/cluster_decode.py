@@ -1,4 +1,4 @@
-"""ClusterDecode: a small LM's decode step of up to about a hundred sequences in one kernel.
+"""ClusterDecode: a small model's decode step of up to about a hundred sequences in one kernel.
 
 The kernel is engine/ops/cluster_decode.py.
 """
@@ -6,19 +6,19 @@ The kernel is engine/ops/cluster_decode.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
 from engine.models.backends.autotune import works
+from engine.models.backends.blocks import Block, BlockModel, compile_blocks
 from engine.models.backends.dispatch import FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import SMALL_VOCABULARY, SeparateHead
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState
 from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
 
@@ -31,33 +31,32 @@ NAME = "cluster_decode"
 ROWS_AT_ONCE = 96
 
 
-def takes(config: ModelConfig) -> bool:
+def takes(model: BlockModel) -> bool:
     """Return whether the kernel was built for these widths and the model is small enough.
 
     The conditions of `lacks_hopper_kernels` are assumed.
     """
+    config = model.config
     layer = config.d_model * (
-        (config.gates + 1) * config.inner
-        + 2 * config.mlp_hidden
-        + (config.d_model if config.conv_kernel else 0)
+        (model.gates + 1) * model.inner + 2 * model.hidden + (config.d_model if model.taps else 0)
     )
     return (
         config.quantization is None
         and not refusal(
             layers=config.n_layers,
             width=config.d_model,
-            inner=config.inner,
-            hidden=config.mlp_hidden,
-            taps=config.conv_kernel,
+            inner=model.inner,
+            hidden=model.hidden,
+            taps=model.taps,
         )
         and config.n_layers * layer <= _MOST_WEIGHTS
     )
 
 
-def supports(model: LM, device: torch.device) -> str | None:
+def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why ClusterDecode cannot run `model`, whose weights are on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
-    if reason is None and not takes(model.config):
+    if reason is None and not takes(compile_blocks(model)):
         return "not a small model of the widths for which its kernels were built"
     return reason
 
@@ -69,18 +68,18 @@ class ClusterDecode:
     """
 
     @classmethod
-    def of(cls, model: LM) -> Self | None:
+    def of(cls, model: LanguageModel) -> Self | None:
         """Create it; None if the GPU, or part of one, has no room for a cluster or for the copy."""
         with suppress(torch.OutOfMemoryError):
             step, state = cls(model), model.new_state(1)
-            padding = torch.full((1,), -1, dtype=torch.int32, device=state.cell.device)
+            padding = torch.full((1,), -1, dtype=torch.int32, device=model.norm.weight.device)
             if works(lambda: step.step(padding, state, padding)):
                 return step
         return None
 
     @torch.no_grad()
-    def __init__(self, model: LM) -> None:
-        config = model.config
+    def __init__(self, model: LanguageModel) -> None:
+        config, blocks = model.config, compile_blocks(model)
         # Whether steps end before the head, and return hidden states.
         self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
         norm = model.norm.weight.detach()
@@ -88,22 +87,22 @@ class ClusterDecode:
         bias = None if self.ends_with_hidden else model.head_bias
         self._program = ClusterProgram(
             model.embedding.weight.detach(),
-            [_layer(layer) for layer in cast("Iterable[Layer]", model.layers)],
+            [_layer(block) for block in blocks.blocks],
             None if self.ends_with_hidden else _times_norm(head.weight.detach(), model.norm),
             None if bias is None else bias.detach().to(norm.dtype),
             norm=norm if self.ends_with_hidden else None,
-            gates=config.gates,
-            linear_candidate=config.candidate == "linear",
-            normalize_gates=config.normalize_gates,
+            gates=blocks.gates,
+            linear_candidate=blocks.recurrence.linear_candidate,
+            normalize_gates=blocks.recurrence.normalize_gates,
             eps=config.norm_eps,
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Run a step as ModelBackend.step does; returns hidden states if `ends_with_hidden`."""
-        return self._program.run(tokens, slots, state.cell, state.conv)
+        return self._program.run(tokens, slots, state["cell"], state.get("conv"))
 
 
-def paths(model: LM, head: SeparateHead) -> list[ExecutionPath]:
+def paths(model: LanguageModel, head: SeparateHead) -> list[ExecutionPath]:
     """Return the execution path by clusters; none if the device has no room.
 
     If steps end before the head, `head` is applied to their hidden states.
@@ -140,14 +139,15 @@ def paths(model: LM, head: SeparateHead) -> list[ExecutionPath]:
     ]
 
 
-def _layer(layer: Layer) -> ClusterLayer:
-    gates, out = layer.cell.gates, cast("nn.Linear", layer.cell.out)
-    conv, mlp = layer.conv, layer.mlp
-    mix = None if conv is None else cast("nn.Linear", conv.pointwise)
+def _layer(block: Block) -> ClusterLayer:
+    gates, out = cast("nn.Linear", block.gates), cast("nn.Linear", block.out)
+    mlp = block.mlp
+    conv = None if block.mixer is None else block.mixer.conv
+    mix = None if block.mixer is None else cast("nn.Linear", block.mixer.mix)
     up = None if mlp is None else cast("nn.Linear", mlp.up)
     down = None if mlp is None else cast("nn.Linear", mlp.down)
     return ClusterLayer(
-        gates=_times_norm(gates.weight.detach(), layer.cell_norm),
+        gates=_times_norm(gates.weight.detach(), block.norm),
         gates_bias=gates.bias,
         out=out.weight.detach(),
         out_bias=out.bias,

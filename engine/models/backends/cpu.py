@@ -1,4 +1,4 @@
-"""CpuBackend: an LM with weights packed for the CPU, and one operator call per step.
+"""CpuBackend: a model with weights packed for the CPU, and one operator call per step.
 
 All weights are in one block of memory, in the order in which a step reads them.
 csrc/cpu_model/plan.h draws the layout of a matrix; engine/ops/cpu_model.py describes what is
@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.config import ModelConfig
-from engine.models.backends.kernel_support import lacks_cell
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.backends.blocks import Support, compile_blocks, refusal
+from engine.models.language_model import LanguageModel
+from engine.models.program import Conv
 from engine.models.state import ModelState, new_state
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
+
+# What the operators compute (csrc/cpu_model).
+BLOCKS = Support(cells=("mingru", "minlstm"), no_out=True)
 
 _VERSION = 2
 _PANEL = 16  # outputs in a panel
@@ -32,7 +36,7 @@ _LINE = 64  # bytes of a cache line, to which every tensor is aligned
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def supports(model: LM) -> str | None:
+def supports(model: LanguageModel) -> str | None:
     """Return why `model` cannot be packed; None: it can.
 
     It can if it is on the CPU and its weights are float32 or bfloat16 throughout, except for int8
@@ -43,7 +47,7 @@ def supports(model: LM) -> str | None:
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
         return f"weights are {' and '.join(sorted(map(str, kinds))) or 'int8 throughout'}"
-    return lacks_cell(model.config)
+    return refusal(model, BLOCKS)
 
 
 def _panels(weight: Tensor, gates: int) -> Tensor:
@@ -164,48 +168,48 @@ class _Writer:
         self.vector(cast("Tensor", module.scale) if weight.dtype == torch.int8 else None)
         self._done(weight)
 
-    def convolution(self, layer: Layer) -> None:
+    def convolution(self, conv: Conv | None) -> None:
         """Write a layer's convolution taps and bias, or that there are none."""
-        if layer.conv is None:
+        if conv is None:
             self.numbers(-1, -1)
             return
-        weight = self._read(layer.conv.weight).float()  # [d_model, taps]
+        weight = self._read(conv.weight).float()  # [d_model, taps]
         by_tap = nn.functional.pad(weight.t(), (0, -weight.shape[0] % _PANEL))
         self.numbers(self.block.place(by_tap))
-        self.vector(layer.conv.bias)
-        self._done(layer.conv.weight)
+        self.vector(conv.bias)
+        self._done(conv.weight)
 
-    def model(self, model: LM, half: bool) -> None:
+    def model(self, model: LanguageModel, half: bool) -> None:
         """Write the whole model; `half`: its weights are bfloat16."""
-        config = model.config
-        gates = config.gates
+        config, blocks = model.config, compile_blocks(model)
+        gates, how = blocks.gates, blocks.recurrence
         self.numbers(
             _VERSION,
-            int(config.cell == "minlstm"),
-            int(config.candidate == "linear"),
-            int(config.normalize_gates),
+            int(how.cell == "minlstm"),
+            int(how.linear_candidate),
+            int(how.normalize_gates),
             int(half),
             struct.unpack("<q", struct.pack("<d", config.norm_eps))[0],
             config.n_layers,
             config.d_model,
-            config.inner,
-            config.mlp_hidden,
+            blocks.inner,
+            blocks.hidden,
             config.vocab_size,
-            config.conv_kernel,
+            blocks.taps,
         )
         self.table(model.embedding, half, tied=model.head is None)
         self.vector(model.norm.weight)
         head: nn.Module = model.embedding if model.head is None else model.head
         self.matrix(head, half, bias=model.head_bias)
-        for layer in cast("Iterable[Layer]", model.layers):
-            self.convolution(layer)
-            self.matrix(layer.conv.pointwise if layer.conv else None, half)
-            self.vector(layer.cell_norm.weight)
-            self.matrix(layer.cell.gates, half, gates)
-            self.matrix(layer.cell.out if config.out_projection else None, half)
-            self.vector(layer.mlp.norm.weight if layer.mlp else None)
-            self.matrix(layer.mlp.up if layer.mlp else None, half)
-            self.matrix(layer.mlp.down if layer.mlp else None, half)
+        for block in blocks.blocks:
+            self.convolution(block.mixer.conv if block.mixer else None)
+            self.matrix(block.mixer.mix if block.mixer else None, half)
+            self.vector(block.norm.weight)
+            self.matrix(block.gates, half, gates)
+            self.matrix(block.out, half)
+            self.vector(block.mlp.norm.weight if block.mlp else None)
+            self.matrix(block.mlp.up if block.mlp else None, half)
+            self.matrix(block.mlp.down if block.mlp else None, half)
 
 
 class CpuBackend:
@@ -215,7 +219,7 @@ class CpuBackend:
     Raises ValueError for a model that cannot be packed, or an int8 matrix with -128 in it.
     """
 
-    def __init__(self, model: LM, *, take: bool = False) -> None:
+    def __init__(self, model: LanguageModel, *, take: bool = False) -> None:
         reason = supports(model)
         if reason is not None:
             raise ValueError(
@@ -224,7 +228,7 @@ class CpuBackend:
         self.config: ModelConfig = model.config
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
-        self._initial = model.initial_state_rows().float()
+        self._initial = {name: tensor.float() for name, tensor in model.initial_state().items()}
         counted = _Block()
         _Writer(counted, take=False).model(model, half)
         block = _Block(counted.used)
@@ -247,12 +251,14 @@ class CpuBackend:
     def prefill(
         self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
     ) -> Tensor:
-        """Read packed prompts, as LM.prefill does; the hidden states [tokens, d_model] are fp32.
+        """Read packed prompts, as LanguageModel.prefill does.
+
+        The hidden states [tokens, d_model] are fp32.
 
         Raises RuntimeError for tokens, slots or sequence bounds out of range.
         """
         return lm_prefill(
-            tokens, cu_seqlens, slots, self._weights, self._plan, state.cell, state.conv
+            tokens, cu_seqlens, slots, self._weights, self._plan, state["cell"], state.get("conv")
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
@@ -261,7 +267,7 @@ class CpuBackend:
         tokens [batch], slots [batch] int32 (negative: the row is skipped, its logits are undefined)
         -> logits fp32 [batch, vocab_size]. Raises RuntimeError for tokens or slots out of range.
         """
-        return lm_step(tokens, slots, self._weights, self._plan, state.cell, state.conv)
+        return lm_step(tokens, slots, self._weights, self._plan, state["cell"], state.get("conv"))
 
     def step_to_bests(self, rows: int) -> None:
         """Return None, because a step computes all logits; see ModelBackend.step_to_bests."""
@@ -271,10 +277,10 @@ class CpuBackend:
         """Return the logits fp32 [n, vocab_size] of hidden fp32 [n, d_model]."""
         return lm_logits(hidden, self._weights, self._plan)
 
-    def initial_state_rows(self) -> Tensor:
-        """Return every layer's h_0: [layers, inner] fp32."""
+    def initial_state(self) -> dict[str, Tensor]:
+        """Return the state tensors [layers, *shape] that do not begin as zeros, by name."""
         return self._initial
 
     def new_state(self, rows: int) -> ModelState:
         """Return the state of `rows` sequences that have read nothing."""
-        return new_state(self.config, rows, self._initial)
+        return new_state(self.config.state, rows, self._initial)

@@ -1,4 +1,4 @@
-"""CublasPath: an LM with cuBLASLt matrix products, and one kernel between two of them.
+"""CublasPath: a model with cuBLASLt matrix products, and one kernel between two of them.
 
 For many tokens nothing multiplies faster than the library, but the work between its products would
 take half as long again as separate operators. A layer is four products and two kernels: a cell's
@@ -14,29 +14,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import TunedProducts
+from engine.models.backends.blocks import Block, Mixer, compile_blocks
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_bfloat16_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
-from engine.models.minrnn.cell import Cell
-from engine.models.minrnn.conv import CausalConv
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step
+from engine.ops import conv_scan, conv_step
 from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
 
-_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer index, module, x
-_Recur = Callable[[int, Layer, Tensor], Tensor]  # layer index, module, x -> h
-# layer, h, x -> an MLP's hidden channels after GELU, or None without an MLP. It adds the out
+_Convolve = Callable[[int, Mixer, Tensor], Tensor]  # layer index, convolution, x
+_Recur = Callable[[int, Block, Tensor], Tensor]  # layer index, block, x -> h
+# block, h, x -> an MLP's hidden channels after GELU, or None without an MLP. It adds the out
 # projection with its bias to x and, once the MLP's norm has been computed, the bias of the MLP's
 # down projection.
-Middle = Callable[[Layer, Tensor, Tensor], Tensor | None]
+Middle = Callable[[Block, Tensor, Tensor], Tensor | None]
 
 
 NAME = "cublas"
@@ -52,7 +53,7 @@ _MOST_TOKENS = 192
 _MOST_TOKENS_WITH_CONV = 384  # with the library's products a convolution needs three more kernels
 
 
-def supports(model: LM, device: torch.device) -> str | None:
+def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why CublasPath cannot run `model`, whose weights are on `device`; None: it can."""
     config = model.config
     reason = lacks_bfloat16_kernels(model, device)
@@ -60,14 +61,15 @@ def supports(model: LM, device: torch.device) -> str | None:
         return reason
     if config.quantization is not None:
         return f"weights are {config.quantization}"
-    if any(width % 8 for width in (config.d_model, config.inner, config.mlp_hidden)):
+    blocks = compile_blocks(model)
+    if any(width % 8 for width in (config.d_model, blocks.inner, blocks.hidden)):
         return "widths are not multiples of 8"
     return None
 
 
-def unmeasured_sizes(model: LM) -> Mapping[Workload, range]:
+def unmeasured_sizes(model: LanguageModel) -> Mapping[Workload, range]:
     """Return the sizes at which library products are used on Hopper if nothing was timed."""
-    if model.config.conv_kernel:
+    if compile_blocks(model).taps:
         return {"prompt": range(_MOST_TOKENS_WITH_CONV + 1, sys.maxsize)}
     layer = next(iter(model.layers))
     small = sum(weight.numel() for weight in layer.parameters()) < _SMALL
@@ -82,9 +84,11 @@ class CublasPath:
     products.
     """
 
-    def __init__(self, model: LM, head: LmHead, tuning: TuningCache | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, head: LmHead, tuning: TuningCache | None = None
+    ) -> None:
         self._model = model
-        self._layers = list(cast("Iterable[Layer]", model.layers))
+        self._blocks = compile_blocks(model).blocks
         self._eps = model.config.norm_eps
         self._products = TunedProducts(tuning)
         self._head = head
@@ -97,9 +101,9 @@ class CublasPath:
         Waits for the device.
         """
         for count in tokens:
-            for module in ("cell.gates", "mlp.up"):
+            for module in ("gates", "mlp.up"):
                 self._products.tune(self._weights(module), count)
-            for module in ("cell.out", "mlp.down"):
+            for module in ("out", "mlp.down"):
                 self._products.tune(self._weights(module), count, add=True)
         for count in logits:
             self._products.tune([self._head.weight], count, single=True)
@@ -113,19 +117,19 @@ class CublasPath:
     def tune_around(self, tokens: Iterable[int]) -> None:
         """Find the fastest products for these numbers of tokens, read with a Middle."""
         for count in tokens:
-            self._products.tune(self._weights("cell.gates"), count)
+            self._products.tune(self._weights("gates"), count)
             self._products.tune(self._weights("mlp.down"), count, add=True)
         torch.cuda.empty_cache()  # memory of the measurements
 
     def _weights(self, module: str) -> list[Tensor]:
         """Return the weights of this module in all layers; empty if they do not have it."""
-        if module.startswith("mlp") and not self._model.config.mlp_hidden:
+        if module.startswith("mlp") and self._blocks[0].mlp is None:
             return []
-        return [cast("nn.Linear", layer.get_submodule(module)).weight for layer in self._layers]
+        return [cast("nn.Linear", attrgetter(module)(block)).weight for block in self._blocks]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits; see LM.logits."""
+        """Return the logits; see LanguageModel.logits."""
         logits, bias = self._products.single(hidden, self._head.weight), self._head.bias
         return (logits if bias is None else logits + bias)[:, : self._model.config.vocab_size]
 
@@ -133,24 +137,25 @@ class CublasPath:
     def step(
         self, tokens: Tensor, state: ModelState, slots: Tensor, middle: Middle | None = None
     ) -> Tensor:
-        """Read one token each, as LM.step does; return hidden states [batch, d_model]."""
+        """Read one token each; return hidden states [batch, d_model], as LanguageModel.step."""
 
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv.step(x, state.conv[index], slots)
+        def convolve(index: int, mixer: Mixer, x: Tensor) -> Tensor:
+            conv, inputs = mixer.conv, state[mixer.conv.state][index]
+            y: Tensor = mixer.mix(conv_step(x, conv.weight, conv.bias, inputs, slots))
+            return y
 
-        def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
-            config, gates = self._model.config, layer.cell.gates
+        def recur(index: int, block: Block, x: Tensor) -> Tensor:
+            how, gates = block.recurrence, block.gates
             return normed_step_(
                 x,
                 self._eps,
                 self._products.product(x, gates.weight),
                 gates.bias,
-                None if middle is not None else cast("nn.Linear", layer.cell.out).bias,
-                state.cell[index],
+                None if middle is not None else cast("nn.Linear", block.out).bias,
+                state[how.state][index],
                 slots,
-                config.candidate == "linear",
-                config.normalize_gates,
+                how.linear_candidate,
+                how.normalize_gates,
             )
 
         return self._read(tokens, convolve, recur, middle)
@@ -164,22 +169,23 @@ class CublasPath:
         slots: Tensor,
         middle: Middle | None = None,
     ) -> Tensor:
-        """Read packed prompts, as LM.prefill does; return hidden states [tokens, d_model]."""
+        """Read packed prompts; return hidden states [tokens, d_model], as LanguageModel.prefill."""
 
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv.scan(x, state.conv[index], cu_seqlens, slots)
+        def convolve(index: int, mixer: Mixer, x: Tensor) -> Tensor:
+            conv, inputs = mixer.conv, state[mixer.conv.state][index]
+            mixed = conv_scan(x, conv.weight, conv.bias, cu_seqlens, inputs, slots)
+            y: Tensor = mixer.mix(mixed)
+            return y
 
-        def recur(index: int, layer: Layer, x: Tensor) -> Tensor:
-            cell: Cell = layer.cell
-            normed = rms_norm(x, self._eps, layer.cell_norm.weight)
-            gates = cell.gates
+        def recur(index: int, block: Block, x: Tensor) -> Tensor:
+            how, gates = block.recurrence, block.gates
+            normed = rms_norm(x, self._eps, block.norm.weight)
             if gates.bias is None:
                 pre = self._products.product(normed, gates.weight)
             else:
                 pre = gates(normed)
-            h = cell.recur(pre, state.cell[index], cu_seqlens, slots)
-            bias = cast("nn.Linear", cell.out).bias
+            h = block.operators.scan(how, pre, state[how.state][index], cu_seqlens, slots)
+            bias = cast("nn.Linear", block.out).bias
             if bias is not None and middle is None:
                 x += bias
             return h
@@ -191,22 +197,22 @@ class CublasPath:
     ) -> Tensor:
         """Read tokens; without a `middle`, `recur` must add the out projection's bias to x."""
         x: Tensor = self._model.embedding(tokens)
-        for index, layer in enumerate(self._layers):
-            if layer.conv is not None:
-                x += convolve(index, layer.conv, x)
-            h = recur(index, layer, x)
-            y = self._middle(layer, h, x) if middle is None else middle(layer, h, x)
-            if layer.mlp is not None and y is not None:
-                down = cast("nn.Linear", layer.mlp.down)
+        for index, block in enumerate(self._blocks):
+            if block.mixer is not None:
+                x += convolve(index, block.mixer, x)
+            h = recur(index, block, x)
+            y = self._middle(block, h, x) if middle is None else middle(block, h, x)
+            if block.mlp is not None and y is not None:
+                down = cast("nn.Linear", block.mlp.down)
                 self._products.add_(x, y, down.weight)
         return rms_norm(x, self._eps, self._model.norm.weight)
 
-    def _middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
+    def _middle(self, block: Block, h: Tensor, x: Tensor) -> Tensor | None:
         """Compute the middle of a layer, except for the out projection's bias (see _read)."""
-        self._products.add_(x, h, cast("nn.Linear", layer.cell.out).weight)
-        if layer.mlp is None:
+        self._products.add_(x, h, cast("nn.Linear", block.out).weight)
+        if block.mlp is None:
             return None
-        up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
+        up, down = cast("nn.Linear", block.mlp.up), cast("nn.Linear", block.mlp.down)
         y = self._products.product(x, up.weight)
         normed_gelu_(x, self._eps, y, up.bias, down.bias)
         return y
@@ -232,7 +238,7 @@ def base_path(products: CublasPath) -> ExecutionPath:
 
 
 def paths_of_many(
-    model: LM, products: CublasPath, middle: Middle, head: SeparateHead
+    model: LanguageModel, products: CublasPath, middle: Middle, head: SeparateHead
 ) -> list[ExecutionPath]:
     """Return the paths to use beside one that is faster for few tokens.
 

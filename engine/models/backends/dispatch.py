@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.models.backends.autotune import quickest_graph_of
 from engine.models.backends.tuning_cache import TuningCache
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step, StepToBests
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class PathBackend:
 
     def __init__(
         self,
-        model: LM,
+        model: LanguageModel,
         paths: Sequence[ExecutionPath],
         logits: Callable[[Tensor], Tensor],
         *,
@@ -296,9 +296,9 @@ class PathBackend:
         """Return logits; see ModelBackend.logits."""
         return self._logits(hidden)
 
-    def initial_state_rows(self) -> Tensor:
-        """Return the initial state; see ModelBackend.initial_state_rows."""
-        return self.model.initial_state_rows()
+    def initial_state(self) -> dict[str, Tensor]:
+        """Return the initial state; see ModelBackend.initial_state."""
+        return self.model.initial_state()
 
 
 def _read_step(path: ExecutionPath, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""EagerBackend: an LM operator by operator, on any device, with fused kernels where supported."""
+"""EagerBackend: a model operator by operator, on any device, with fused kernels where supported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.models.backends.dispatch import ANY, ExecutionPath, PathBackend, Row
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode
 from engine.models.backends.tuning_cache import TuningCache
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState
 
 NAME = "torch"
@@ -21,12 +21,12 @@ NAME = "torch"
 class EagerBackend(PathBackend):
     """A ModelBackend of any `model`.
 
-    It is LM itself, or with one kernel between two of its products; steps of a few sequences may be
-    one kernel. Only products are timed. May change the model's weights, as move_norm_weights does.
-    `tuning` has earlier measurements; None: everything is measured.
+    It is the model itself, or with one kernel between two of its products; steps of a few sequences
+    may be one kernel. Only products are timed. May change the model's weights, as move_norm_weights
+    does. `tuning` has earlier measurements; None: everything is measured.
     """
 
-    def __init__(self, model: LM, *, tuning: TuningCache | None = None) -> None:
+    def __init__(self, model: LanguageModel, *, tuning: TuningCache | None = None) -> None:
         device, vocabulary = model.norm.weight.device, model.config.vocab_size
         head = cache(partial(LmHead.of, model))  # it may be a copy, so it is made once for both
         no_products = cublas.supports(model, device)
@@ -54,8 +54,8 @@ def _few(kernel: PersistentDecode, vocabulary: int) -> ExecutionPath:
     return persistent_decode.path(kernel, vocabulary, few=kernel.rows)
 
 
-def _by_torch(model: LM) -> ExecutionPath:
-    """Return the path that uses LM's own methods."""
+def _by_torch(model: LanguageModel) -> ExecutionPath:
+    """Return the path that uses the model's own methods."""
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         return model.logits(model.step(tokens, state, slots))

@@ -1,4 +1,4 @@
-"""FusedGemmPath: an LM's layers as linear maps on Hopper, each fused with its neighbours.
+"""FusedGemmPath: a model's layers as linear maps on Hopper, each fused with its neighbours.
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
 MLP up and GELU, MLP down and residual. Norms have no kernel of their own: a kernel that writes the
@@ -9,19 +9,18 @@ before the previous one has ended.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
+from engine.models.backends.blocks import Block, BlockModel, compile_blocks
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
-from engine.models.minrnn.cell import Cell
-from engine.models.minrnn.conv import CausalConv
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.language_model import LanguageModel
+from engine.models.program import Conv
 from engine.models.state import ModelState
 from engine.ops import conv_scan, conv_step
 from engine.ops.fused_norm import rms_norm
@@ -46,23 +45,23 @@ WIDTHS = (
 )
 
 
-def supports(model: LM, device: torch.device) -> str | None:
+def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why FusedGemmPath cannot run `model`, whose weights are on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
     if reason is not None:
         return reason
     if model.config.quantization is not None:
         return f"weights are {model.config.quantization}"
-    return None if supports_widths(model.config) else f"widths do not meet: {WIDTHS}"
+    return None if supports_widths(compile_blocks(model)) else f"widths do not meet: {WIDTHS}"
 
 
-def supports_widths(config: ModelConfig) -> bool:
+def supports_widths(model: BlockModel) -> bool:
     """Return whether the widths meet WIDTHS; the out projection is not checked."""
     return (
-        config.d_model % SQUARE_ROWS == 0
-        and config.inner % 8 == 0
-        and config.mlp_hidden % 8 == 0
-        and config.vocab_size <= _MOST_TOKENS
+        model.config.d_model % SQUARE_ROWS == 0
+        and model.inner % 8 == 0
+        and model.hidden % 8 == 0
+        and model.config.vocab_size <= _MOST_TOKENS
     )
 
 
@@ -78,9 +77,9 @@ class Stream(NamedTuple):
     squares: Tensor
 
 
-_Convolve = Callable[[int, CausalConv, Tensor], Tensor]  # layer index, module, x
-# layer index, module, x, its sums of squares
-_Recur = Callable[[int, Cell, Tensor, Tensor], Tensor]
+_Convolve = Callable[[int, Conv, Tensor], Tensor]  # layer index, convolution, x
+# layer index, block, x, its sums of squares
+_Recur = Callable[[int, Block, Tensor, Tensor], Tensor]
 
 
 class FusedGemmPath:
@@ -90,34 +89,33 @@ class FusedGemmPath:
     that row. `normed` says whether to compute what the model's last norm needs.
     """
 
-    def __init__(self, model: LM, head: LmHead, *, fixed_order: bool) -> None:
+    def __init__(self, model: LanguageModel, head: LmHead, *, fixed_order: bool) -> None:
         self._model = model
         self._head = head
         self._fixed_order = fixed_order
-        self._layers = list(cast("Iterable[Layer]", model.layers))
+        self._blocks = compile_blocks(model).blocks
         self._eps, self._vocabulary = model.config.norm_eps, model.config.vocab_size
-        self._linear_candidate = model.config.candidate == "linear"
 
     def step(
         self, tokens: Tensor, state: ModelState, slots: Tensor, *, normed: bool = True
     ) -> Stream:
         """Read one token of every sequence; arguments as for ModelBackend.step."""
 
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv_step(x, conv.weight, conv.bias, state.conv[index], slots)
+        def convolve(index: int, conv: Conv, x: Tensor) -> Tensor:
+            return conv_step(x, conv.weight, conv.bias, state[conv.state][index], slots)
 
-        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
+        def recur(index: int, block: Block, scaled: Tensor, squares: Tensor) -> Tensor:
+            how = block.recurrence
             return linear_step(
                 scaled,
                 squares,
                 self._eps,
-                cell.gates.weight,
-                cell.gates.bias,
-                state.cell[index],
+                block.gates.weight,
+                block.gates.bias,
+                state[how.state][index],
                 slots,
-                self._linear_candidate,
-                self._model.config.normalize_gates,
+                how.linear_candidate,
+                how.normalize_gates,
                 self._fixed_order,
             )
 
@@ -134,14 +132,13 @@ class FusedGemmPath:
     ) -> Stream:
         """Read packed prompts; arguments as for ModelBackend.prefill."""
 
-        def convolve(index: int, conv: CausalConv, x: Tensor) -> Tensor:
-            assert state.conv is not None
-            return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state.conv[index], slots)
+        def convolve(index: int, conv: Conv, x: Tensor) -> Tensor:
+            return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state[conv.state][index], slots)
 
-        def recur(index: int, cell: Cell, scaled: Tensor, squares: Tensor) -> Tensor:
-            gates = cell.gates
+        def recur(index: int, block: Block, scaled: Tensor, squares: Tensor) -> Tensor:
+            how, gates = block.recurrence, block.gates
             pre = self._map(scaled, squares, gates.weight, gates.bias)
-            return cell.recur(pre, state.cell[index], cu_seqlens, slots)
+            return block.operators.scan(how, pre, state[how.state][index], cu_seqlens, slots)
 
         return self._read(tokens, convolve, recur, normed)
 
@@ -156,7 +153,7 @@ class FusedGemmPath:
         return self.logits(scaled, squares)
 
     def step_to_hidden(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """Run a step, as LM.step; return hidden states [batch, d_model], for a separate head."""
+        """Run a step; return hidden states [batch, d_model], for a separate head."""
         return self._norm(self.step(tokens, state, slots, normed=False).x)
 
     def prefill_to_hidden(
@@ -189,9 +186,9 @@ class FusedGemmPath:
     def _norm(self, x: Tensor) -> Tensor:
         return rms_norm(x, self._eps, self._model.norm.weight)
 
-    def middle(self, layer: Layer, h: Tensor, x: Tensor) -> Tensor | None:
+    def middle(self, block: Block, h: Tensor, x: Tensor) -> Tensor | None:
         """Compute the middle of a layer: a Middle (cublas.py)."""
-        out, mlp = cast("nn.Linear", layer.cell.out), layer.mlp
+        out, mlp = cast("nn.Linear", block.out), block.mlp
         if mlp is None:
             self._add(h, out, x, None)
             return None
@@ -201,23 +198,24 @@ class FusedGemmPath:
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur, normed: bool) -> Stream:
         """Read tokens through all layers."""
-        first = self._layers[0]
-        norm: Tensor | None = None if first.conv is not None else first.cell_norm.weight
+        first = self._blocks[0]
+        norm: Tensor | None = None if first.mixer is not None else first.norm.weight
         table = self._model.embedding.weight
         x, _, squares = linear_embed(tokens, table, None, squares=norm is not None)
         scaled = x
-        for index, layer in enumerate(self._layers):
-            if layer.conv is not None:
-                mix = cast("nn.Linear", layer.conv.pointwise)
-                y = convolve(index, layer.conv, x)
-                norm = layer.cell_norm.weight
+        for index, block in enumerate(self._blocks):
+            if block.mixer is not None:
+                mix = cast("nn.Linear", block.mixer.mix)
+                y = convolve(index, block.mixer.conv, x)
+                norm = block.norm.weight
                 scaled, squares = self._add(y, mix, x, norm)
-            h = recur(index, layer.cell, scaled, squares)
+            h = recur(index, block, scaled, squares)
             norm = self._norm_after_cell(index, normed)
-            out = cast("nn.Linear", layer.cell.out)  # hopper.supports() has checked it
+            out = cast("nn.Linear", block.out)  # hopper.supports() has checked it
             scaled, squares = self._add(h, out, x, norm)
-            if layer.mlp is not None:
-                up, down = cast("nn.Linear", layer.mlp.up), cast("nn.Linear", layer.mlp.down)
+            if block.mlp is not None:
+                mlp = block.mlp
+                up, down = cast("nn.Linear", mlp.up), cast("nn.Linear", mlp.down)
                 y = self._map(scaled, squares, up.weight, up.bias, gelu=True)
                 norm = self._norm_after_layer(index, normed)
                 scaled, squares = self._add(y, down, x, norm)
@@ -250,15 +248,15 @@ class FusedGemmPath:
         return norm is not None and norm is not self._model.norm.weight
 
     def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
-        mlp = self._layers[index].mlp
+        mlp = self._blocks[index].mlp
         return self._norm_after_layer(index, normed) if mlp is None else mlp.norm.weight
 
     def _norm_after_layer(self, index: int, normed: bool) -> Tensor | None:
         """Return the weight of the norm after the layer; None: no norm follows directly."""
-        if index + 1 == len(self._layers):
+        if index + 1 == len(self._blocks):
             return self._model.norm.weight if normed else None
-        following = self._layers[index + 1]
-        return None if following.conv is not None else following.cell_norm.weight
+        following = self._blocks[index + 1]
+        return None if following.mixer is not None else following.norm.weight
 
 
 def path(chain: FusedGemmPath, *, bests: bool = False) -> ExecutionPath:

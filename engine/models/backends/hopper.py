@@ -1,4 +1,4 @@
-"""HopperBackend: an LM in bfloat16 on a Hopper GPU, by the fastest of its execution paths.
+"""HopperBackend: a model in bfloat16 on a Hopper GPU, by the fastest of its execution paths.
 
 - Fused linear maps (fused_gemm.py) read everything, and are fastest up to some hundred tokens; the
   head may be better as a separate kernel.
@@ -20,14 +20,14 @@ from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.backends.persistent_decode import PersistentDecode
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.ops.gemm import IN_ONE_PART
 from engine.ops.persistent_decode import EIGHT
 
 _SUMS = "deterministic is set, but its sums depend on the number of rows"
 
 
-def supports(model: LM, device: torch.device) -> str | None:
+def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why HopperBackend cannot run `model`, whose weights are on `device`; None: it can."""
     return fused_gemm.supports(model, device)
 
@@ -50,7 +50,7 @@ class HopperBackend(PathBackend):
 
     def __init__(
         self,
-        model: LM,
+        model: LanguageModel,
         *,
         deterministic: bool = False,
         few: PersistentDecode | None = None,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.models.backends.dispatch import FEW_ROWS
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step, StepToBests
 from engine.ops.gemm import linear_best
 
@@ -35,7 +35,7 @@ class LmHead:
     bias: Tensor | None  # [rows]
 
     @classmethod
-    def of(cls, model: LM) -> Self:
+    def of(cls, model: LanguageModel) -> Self:
         """Return the head of a model, padded if necessary."""
         module = model.embedding if model.head is None else model.head
         weight: Tensor = module.weight.detach()

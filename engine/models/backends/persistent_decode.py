@@ -1,22 +1,21 @@
-"""PersistentDecode: an LM's decode step of a few sequences in one kernel.
+"""PersistentDecode: a model's decode step of a few sequences in one kernel.
 
 The kernel is engine/ops/persistent_decode.py; weights are bfloat16 or quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
+from engine.models.backends.blocks import BlockModel, compile_blocks
 from engine.models.backends.dispatch import ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead
-from engine.models.minrnn.conv import CausalConv
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.language_model import LanguageModel
 from engine.models.quantize import QUANTIZED_DTYPES
 from engine.models.quantized import QuantLinear
 from engine.models.state import ModelState
@@ -27,24 +26,26 @@ NAME = "persistent_decode"
 NAME_8_BIT = "persistent_decode in 8 bits"
 
 
-def most_rows(config: ModelConfig, processors: int, *, fixed_order: bool = False) -> int:
+def most_rows(model: BlockModel, processors: int, *, fixed_order: bool = False) -> int:
     """Return the most sequences in a step on a GPU with this many multiprocessors.
 
     0: the kernel does not support such a model. The conditions of `lacks_hopper_kernels` are
     assumed.
     """
-    kind = config.quantization
+    kind = model.config.quantization
     rows, _ = persistent_decode.most_rows(
-        list(_shapes(config)),
+        list(_shapes(model)),
         weight_type=torch.bfloat16 if kind is None else QUANTIZED_DTYPES[kind],
-        gates=config.gates,
+        gates=model.gates,
         processors=processors,
         fixed_order=fixed_order,
     )
     return rows
 
 
-def supports(model: LM, device: torch.device, *, fixed_order: bool = False) -> str | None:
+def supports(
+    model: LanguageModel, device: torch.device, *, fixed_order: bool = False
+) -> str | None:
     """Return why PersistentDecode cannot run `model`, with weights on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device)
     if reason is None and PersistentDecode.most_rows(model, fixed_order=fixed_order) == 0:
@@ -60,34 +61,37 @@ class PersistentDecode:
     """
 
     @staticmethod
-    def most_rows(model: LM, *, fixed_order: bool = False) -> int:
+    def most_rows(model: LanguageModel, *, fixed_order: bool = False) -> int:
         """Return the largest batch on the model's GPU; 0: the kernel does not support the model."""
         device = torch.cuda.get_device_properties(model.norm.weight.device)
-        return most_rows(model.config, device.multi_processor_count, fixed_order=fixed_order)
+        return most_rows(
+            compile_blocks(model), device.multi_processor_count, fixed_order=fixed_order
+        )
 
-    def __init__(self, model: LM, head: LmHead, *, fixed_order: bool = False) -> None:
-        config = model.config
+    def __init__(self, model: LanguageModel, head: LmHead, *, fixed_order: bool = False) -> None:
+        config, blocks = model.config, compile_blocks(model)
         self.rows = self.most_rows(model, fixed_order=fixed_order)
         self.quantized = config.quantization is not None
         self._eps = config.norm_eps
         self._program = Program(
-            list(_phases(model, head)),
-            gates=config.gates,
-            linear_candidate=config.candidate == "linear",
-            normalize_gates=config.normalize_gates,
+            list(_phases(blocks, head)),
+            gates=blocks.gates,
+            linear_candidate=blocks.recurrence.linear_candidate,
+            normalize_gates=blocks.recurrence.normalize_gates,
             fixed_order=fixed_order,
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Run a step, as ModelBackend.step, with logits for every row of `head`."""
-        return self._program.run(tokens, slots, state.cell, state.conv, self._eps)
+        return self._program.run(tokens, slots, state["cell"], state.get("conv"), self._eps)
 
 
-def _shapes(config: ModelConfig) -> Iterator[PhaseShape]:
+def _shapes(model: BlockModel) -> Iterator[PhaseShape]:
     """Yield the shapes of the phases that `_phases` makes of such a model."""
-    width, inner, hidden = config.d_model, config.inner, config.mlp_hidden
+    config = model.config
+    width, inner, hidden = config.d_model, model.inner, model.hidden
     vocabulary = config.vocab_size + (-config.vocab_size % 8)  # padded as in LmHead
-    taps = config.conv_kernel
+    taps = model.taps
     yield PhaseShape(kind="embed", channels=width, inputs=config.vocab_size, taps=taps)
     for layer in range(config.n_layers):
         if taps:
@@ -135,28 +139,29 @@ def path(
     )
 
 
-def _phases(model: LM, head: LmHead) -> Iterator[Phase]:
-    layers = list(cast("Iterable[Layer]", model.layers))
-    convs = [layer.conv for layer in layers]
+def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
+    blocks, program = model.blocks, model.program
 
     def read_by(index: int) -> dict[str, Any]:
         """Return the convolution that reads the input of layer `index`."""
-        conv: CausalConv | None = convs[index] if index < len(layers) else None
-        if conv is None:
+        mixer = blocks[index].mixer if index < len(blocks) else None
+        if mixer is None:
             return {}
+        conv = mixer.conv
         return {"taps": conv.weight, "taps_bias": conv.bias, "layer": index}
 
-    table = model.embedding
+    table = program.embedding
     yield Phase(
         kind="embed", weight=table.weight, scale=getattr(table, "scale", None), **read_by(0)
     )
-    for index, this in enumerate(layers):
-        if this.conv is not None:
-            yield _product("residual", this.conv.pointwise)
-        yield _product("gates", this.cell.gates, norm=this.cell_norm.weight, layer=index)
-        last = this.cell.out
+    for index, this in enumerate(blocks):
+        if this.mixer is not None:
+            yield _product("residual", this.mixer.mix)
+        yield _product("gates", this.gates, norm=this.norm.weight, layer=index)
+        assert this.out is not None
+        last = this.out
         if this.mlp is not None:
-            yield _product("residual", this.cell.out)
+            yield _product("residual", this.out)
             yield _product("gelu", this.mlp.up, norm=this.mlp.norm.weight)
             last = this.mlp.down
         yield _product("residual", last, **read_by(index + 1))
@@ -165,7 +170,7 @@ def _phases(model: LM, head: LmHead) -> Iterator[Phase]:
         weight=head.weight,
         scale=head.scale,
         bias=head.bias,
-        norm=model.norm.weight,
+        norm=program.norm.weight,
     )
 
 

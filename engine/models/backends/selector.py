@@ -1,11 +1,11 @@
 """ModelBackend: the interface of a model to the engine, and the choice of its implementation.
 
-LM defines what a model computes, and its own methods compute it. An implementation that fuses
-operators or packs weights for one kind of device takes its weights from an LM and has the same
+A LanguageModel defines what is computed, and its own methods compute it. An implementation that
+fuses operators or packs weights for one kind of device takes its weights from it and has the same
 methods.
 
 Some implementations compute bitwise equal results for a sequence whatever else is in the batch
-(`--deterministic`): CpuBackend always, HopperBackend on request. The libraries that LM's own
+(`--deterministic`): CpuBackend always, HopperBackend on request. The libraries that a model's own
 methods call do not.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models.backends import cpu, fused_gemm, hopper, persistent_decode
+from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
@@ -29,7 +30,7 @@ from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import bytes_of_copy, widened
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, StepToBests
 
 log = logging.getLogger(__name__)
@@ -101,12 +102,12 @@ class ModelBackend(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits fp32 [n, vocab] of hidden [n, d_model], rows of the result of `prefill`."""
 
-    def initial_state_rows(self) -> Tensor:
-        """Return every layer's h_0: [layers, inner] fp32."""
+    def initial_state(self) -> dict[str, Tensor]:
+        """Return the state tensors [layers, *shape] that do not begin as zeros, by name."""
 
 
 def select_backend(
-    model: LM,
+    model: LanguageModel,
     device: torch.device,
     *,
     deterministic: bool = False,
@@ -155,7 +156,7 @@ def select_backend(
     return _eager(model, deterministic, tuning)
 
 
-def _eager(model: LM, deterministic: bool, tuning: TuningCache | None) -> EagerBackend:
+def _eager(model: LanguageModel, deterministic: bool, tuning: TuningCache | None) -> EagerBackend:
     if deterministic:
         raise ConfigError(
             "deterministic is not possible for this model and device; allowed: float32, bfloat16 "
@@ -166,7 +167,7 @@ def _eager(model: LM, deterministic: bool, tuning: TuningCache | None) -> EagerB
     return EagerBackend(model, tuning=tuning)
 
 
-def _would_gain_by_a_copy(model: LM, device: torch.device) -> bool:
+def _would_gain_by_a_copy(model: LanguageModel, device: torch.device) -> bool:
     """Return whether a 16-bit copy of the weights would make everything but small steps faster.
 
     Steps of a few sequences are then computed by a kernel that reads the 8-bit weights directly;
@@ -175,5 +176,5 @@ def _would_gain_by_a_copy(model: LM, device: torch.device) -> bool:
     return (
         model.config.quantization is not None
         and persistent_decode.supports(model, device) is None
-        and fused_gemm.supports_widths(model.config)
+        and fused_gemm.supports_widths(compile_blocks(model))
     )

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.ops import library
 
 _Item = TypeVar("_Item")
@@ -64,7 +64,7 @@ class TuningCache:
         self._paths, self._products = self._load()
 
     @classmethod
-    def of(cls, folder: Path | None, model: LM, device: torch.device) -> Self:
+    def of(cls, folder: Path | None, model: LanguageModel, device: torch.device) -> Self:
         """Return the cache in `folder` for `model`, whose weights are on a GPU `device`.
 
         Without a folder there is no file.
@@ -153,7 +153,7 @@ def _lists(values: object, kind: type[_Item]) -> dict[str, list[_Item]]:
     }
 
 
-def _key(model: LM, device: torch.device) -> dict[str, Any]:
+def _key(model: LanguageModel, device: torch.device) -> dict[str, Any]:
     """Return everything that decides which kernels compete and how long they take, for JSON."""
     gpu = torch.cuda.get_device_properties(device)
     shape = dataclasses.asdict(model.config)

@@ -9,14 +9,14 @@ quantised LM with 16-bit matrices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.models import registry
-from engine.models.minrnn.lm import LM, Layer
+from engine.models.backends.blocks import compile_blocks
+from engine.models.language_model import LanguageModel
 from engine.models.quantize import dequantize
 from engine.models.quantized import quantized_matrices
 
@@ -24,17 +24,17 @@ _BLOCK = 2**24  # weights converted at once
 
 
 @torch.no_grad()
-def move_norm_weights(model: LM) -> None:
+def move_norm_weights(model: LanguageModel) -> None:
     """Fold the weights of layer norms into the matrices that read them, and set them to 1.
 
     RMSNorm(x) W^T = (x / rms) (weight * W)^T. The model computes the same except for the rounding
     of these matrices. The previous tensors are not modified, since other models may share them.
     Waits for the device.
     """
-    for layer in cast("Iterable[Layer]", model.layers):
-        _move(layer.cell_norm, cast("nn.Linear", layer.cell.gates))
-        if layer.mlp is not None:
-            _move(layer.mlp.norm, cast("nn.Linear", layer.mlp.up))
+    for block in compile_blocks(model).blocks:
+        _move(block.norm, cast("nn.Linear", block.gates))
+        if block.mlp is not None:
+            _move(block.mlp.norm, cast("nn.Linear", block.mlp.up))
     device = model.norm.weight.device
     if device.type == "cuda":
         # Kernels may prefetch weights before the previous kernel on the stream has ended.
@@ -48,7 +48,7 @@ def _move(norm: nn.RMSNorm, reader: nn.Linear) -> None:
         norm.weight = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
 
 
-def widened(model: LM) -> LM:
+def widened(model: LanguageModel) -> LanguageModel:
     """Return a copy of a quantised model with matrices in the type of its norms.
 
     It is on the same device, in evaluation mode; tensors that are not quantised are shared. A
@@ -73,7 +73,7 @@ def _wide(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return wide
 
 
-def bytes_of_copy(model: LM) -> int:
+def bytes_of_copy(model: LanguageModel) -> int:
     """Return the bytes of device memory that `widened` needs."""
     size = model.norm.weight.element_size()
     return size * sum(model.get_parameter(name).numel() for name in quantized_matrices(model))

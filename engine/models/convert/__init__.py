@@ -21,6 +21,7 @@ from engine.model_files import has_file, has_folder, read_through
 from engine.models import registry
 from engine.models.convert.minlm import from_state_dict
 from engine.models.convert.reading import read_state_dict
+from engine.models.language_model import LanguageModel
 from engine.models.loader import (
     CHAT,
     CONFIG,
@@ -31,7 +32,6 @@ from engine.models.loader import (
     save_model,
     with_generation_config,
 )
-from engine.models.minrnn.lm import LM
 from engine.models.quantize import NotFiniteError
 
 __all__ = ["convert"]
@@ -95,7 +95,7 @@ def convert(
     return config
 
 
-def _read(source: Path) -> tuple[LM, ModelConfig]:
+def _read(source: Path) -> tuple[LanguageModel, ModelConfig]:
     if has_folder(source):
         if not has_file(source / CONFIG):
             raise CheckpointError(
@@ -114,7 +114,7 @@ def _read(source: Path) -> tuple[LM, ModelConfig]:
     return model, config
 
 
-def _write(destination: Path, model: LM, config: ModelConfig, source: Path) -> None:
+def _write(destination: Path, model: LanguageModel, config: ModelConfig, source: Path) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import DtypeName, ModelConfig
+from engine.config import DtypeName
 from engine.errors import CheckpointError
+from engine.models.minrnn.config import MinRnnConfig
 
 SUPPORTED = (
     "supported are the state dicts of minGRU-pytorch's minLM and of BorealisAI/minRNNs' Model over"
@@ -41,7 +42,7 @@ _DTYPES: dict[torch.dtype, DtypeName] = {
 }
 
 
-def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+def from_state_dict(weights: dict[str, Tensor]) -> tuple[MinRnnConfig, dict[str, Tensor]]:
     """Return the config that names and shapes show, and the weights under this project's names.
 
     Raises CheckpointError, naming the first tensor that is missing, unknown or of a shape that
@@ -58,7 +59,7 @@ def from_state_dict(weights: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, 
     head_weight = source.take(head, vocab, width)
     source.finish()
     _refuse_unlike_layers(layers)
-    config = ModelConfig(
+    config = MinRnnConfig(
         vocab_size=vocab,
         d_model=width,
         n_layers=len(layers),
@@ -241,7 +242,7 @@ def _refuse_unlike_layers(layers: list[dict[str, Tensor]]) -> None:
 
 
 def _layer_config(layer: dict[str, Tensor], width: int) -> dict[str, Any]:
-    """Return the fields of ModelConfig that one layer shows."""
+    """Return the fields of MinRnnConfig that one layer shows."""
     rows = layer["cell.gates.weight"].shape[0]
     inner = layer["cell.out.weight"].shape[1] if "cell.out.weight" in layer else width
     hidden = layer["mlp.up.weight"].shape[0] if "mlp.up.weight" in layer else 0

@@ -1,23 +1,23 @@
 """Cell: a recurrence between two linear projections.
 
 A cell projects its input to pre-activations, runs its recurrence over them, and projects the hidden
-states back. Only the recurrence differs between cells, so a new cell is one small file with three
-operator calls and an entry in `lm.CELLS`.
-
-Sequences are packed: the tokens of all sequences follow one another. Sequence s has the tokens from
-cu_seqlens[s] to cu_seqlens[s + 1] (exclusive) and the state row slots[s]; a negative slot is
-skipped.
+states back. Only the recurrence differs between cells (engine/models/recurrence.py, which also says
+how sequences are packed).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import dataclasses
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from engine.config import ModelConfig
-from engine.models.quantized import linear
+from engine.models.minrnn.config import MinRnnConfig
+from engine.models.program import Linear, Recurrence, Stage
+from engine.models.quantized import QuantLinear, linear
+from engine.models.recurrence import CELLS
 
 
 def g(x: Tensor) -> Tensor:
@@ -25,19 +25,25 @@ def g(x: Tensor) -> Tensor:
     return torch.where(x >= 0, x + 0.5, torch.sigmoid(x))
 
 
-class Cell(nn.Module, ABC):
-    """Base class of the cells: input projection, recurrence, output projection.
+class Cell(nn.Module):
+    """Input projection, recurrence, output projection.
 
     Shapes: x [tokens, d_model] -> pre-activations [tokens, gates * inner] -> h [tokens, inner] ->
-    [tokens, d_model]. Subclasses define the recurrence by three operators, and the order of the
-    pre-activations.
+    [tokens, d_model]. `per_channel` are the recurrence's channel parameters, if it has any.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: MinRnnConfig) -> None:
         super().__init__()
         self.inner = config.inner
+        self.operators = CELLS[config.cell]
+        self.recurrence = Recurrence(
+            config.cell,
+            "cell",
+            linear_candidate=config.candidate == "linear",
+            normalize_gates=config.normalize_gates,
+        )
         self.gates = linear(
-            config, config.d_model, config.gates * config.inner, bias=config.cell_bias
+            config, config.d_model, self.operators.gates * config.inner, bias=config.cell_bias
         )
         self.out: nn.Module = (
             linear(config, config.inner, config.d_model, bias=config.out_bias)
@@ -56,37 +62,46 @@ class Cell(nn.Module, ABC):
             return torch.zeros(self.inner, dtype=dtype, device=weight.device)
         return g(self.initial.to(dtype))
 
-    def scan(self, x: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
+    def scan(
+        self,
+        x: Tensor,
+        state: Tensor,
+        cu_seqlens: Tensor,
+        slots: Tensor,
+        per_channel: Tensor | None,
+    ) -> Tensor:
         """Read packed sequences x [tokens, d_model]; return [tokens, d_model].
 
         Each sequence's last hidden state is written to its row of `state` [rows, inner].
         """
-        y: Tensor = self.out(self.recur(self.gates(x), state, cu_seqlens, slots))
+        h = self.operators.scan(
+            self.recurrence, self.gates(x), state, cu_seqlens, slots, per_channel
+        )
+        y: Tensor = self.out(h)
         return y
 
-    def step(self, x: Tensor, state: Tensor, slots: Tensor) -> Tensor:
+    def step(self, x: Tensor, state: Tensor, slots: Tensor, per_channel: Tensor | None) -> Tensor:
         """Read one token of every sequence: x [batch, d_model] -> [batch, d_model]."""
-        y: Tensor = self.out(self.recur_step(self.gates(x), state, slots))
+        h = self.operators.step(self.recurrence, self.gates(x), state, slots, per_channel)
+        y: Tensor = self.out(h)
         return y
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, per_channel: Tensor | None) -> Tensor:
         """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
         batch, time, _ = x.shape
         pre = self.gates(x).flatten(0, 1)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
         h0 = None if self.initial is None else self.initial_state().expand(batch, -1)
-        h = self.recur_train(pre, cu_seqlens, h0)
+        h = self.operators.train(self.recurrence, pre, cu_seqlens, h0, per_channel)
         y: Tensor = self.out(h.view(batch, time, -1))
         return y
 
-    @abstractmethod
-    def recur(self, pre: Tensor, state: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Tensor:
-        """Run the recurrence: pre [tokens, gates * inner] -> h [tokens, inner]; updates `state`."""
-
-    @abstractmethod
-    def recur_step(self, pre: Tensor, state: Tensor, slots: Tensor) -> Tensor:
-        """Run one step: pre [batch, gates * inner] -> h [batch, inner]; updates `state`."""
-
-    @abstractmethod
-    def recur_train(self, pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None) -> Tensor:
-        """Differentiable version of `recur`, from h0 [sequences, inner] (None: zeros)."""
+    def stages(self, per_channel: Callable[[], Tensor] | None) -> list[Stage]:
+        """Return the cell's stages (engine/models/program.py)."""
+        stages: list[Stage] = [
+            Linear(self.gates),
+            dataclasses.replace(self.recurrence, lower_bound=per_channel),
+        ]
+        if not isinstance(self.out, nn.Identity):
+            stages.append(Linear(cast("nn.Linear | QuantLinear", self.out)))
+        return stages

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.config import ModelConfig
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.quantized import linear
 from engine.ops import conv_scan, conv_step
 
@@ -24,7 +24,7 @@ class CausalConv(nn.Module):
     initialized like conv1d, too: uniform within 1 / sqrt(k).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: MinRnnConfig) -> None:
         super().__init__()
         width, kernel = config.d_model, config.conv_kernel
         bound = 1 / math.sqrt(kernel)

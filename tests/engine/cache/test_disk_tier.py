@@ -24,6 +24,7 @@ from engine.protocol.requests import KeepState, Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
+from engine.state_spec import StateSpec
 from tests.engine.cache.test_named_states import Talk, text
 from tests.engine.cache.test_radix_tree import nodes_of
 from tests.engine.fake import FakeRunner
@@ -361,7 +362,7 @@ def test_a_models_states_come_back_as_they_were(tmp_path: Path, deterministic: b
 
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_a_file_says_what_was_written(with_logits: bool) -> None:
-    shape = StateLayout("f", 50, (2, 6), (2, 3, 4))
+    shape = StateLayout("f", 50, (StateSpec("cell", 2, (6,)), StateSpec("conv", 2, (3, 4))))
     state = bytes(shape.bytes + 200 * with_logits)
     head = Head("alice", "salt", bytes(4 * 300), with_logits, 0)
     content = prefix_file.write(head, state, "v")
@@ -381,7 +382,7 @@ def test_a_file_says_what_was_written(with_logits: bool) -> None:
 
 def test_no_bit_of_a_file_flips_unseen() -> None:
     """What is told of types and shapes is not looked at, so it may be anything."""
-    shape = StateLayout("f", 300, (1, 4), None)
+    shape = StateLayout("f", 300, (StateSpec("cell", 1, (4,)),))
     state = np.arange(4, dtype=np.float32).tobytes()
     content = prefix_file.write(Head("alice", "salt", pack_ids([7, 8, 9]), False, 0), state, "v")
     told = prefix_file.parse_head(content, "v", shape)

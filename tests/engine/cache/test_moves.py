@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.models.minrnn.config import MinRnnConfig
 from engine.ops.upload import UploadRing
 from engine.protocol.requests import Request
 from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
 from engine.step_plan import INITIAL, Admission, Copy, Load, Store
 
-CONFIG = ModelConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)
+CONFIG = MinRnnConfig(cell="mingru", vocab_size=5, d_model=8, n_layers=2, conv_kernel=3)
 START = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)
 SLOTS, KEPT, HOST = 3, 4, 5
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -33,9 +33,10 @@ from hypothesis.stateful import (
 
 from engine.cache import disk_tier as disk_cache
 from engine.cache.transfer import StateTransfer
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.loader import save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.protocol.events import Finished
 from engine.protocol.failed import Failed
@@ -63,7 +64,7 @@ def _model(device: str) -> str:
     if not (folder / "config.json").exists():
         folder.mkdir(exist_ok=True)
         torch.manual_seed(5)
-        config = ModelConfig(
+        config = MinRnnConfig(
             cell="minlstm",
             vocab_size=VOCAB,
             d_model=WIDTH[device],
@@ -489,11 +490,11 @@ class StateMachine(RuleBasedStateMachine):
         scheduler, tiers = self.engine._scheduler, self.engine._cache.tiers
         needed = {move.source for move in tiers.planned_moves() if isinstance(move, Copy)}
         state = self.runner._pool.state
-        assert state.conv is not None
+        assert state.get("conv") is not None
         host = self.runner._copier._host
         with torch.inference_mode():  # as the runner's own tensors were made
             for row in (scheduler._slots._free | tiers._device._free) - needed:
-                state.cell[:, row] = state.conv[:, row] = float("nan")
+                state["cell"][:, row] = state["conv"][:, row] = float("nan")
             for row in tiers._host._free:
                 if ~row not in needed:
                     host._row(row).fill_(float("nan"))

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
+from engine.config import SCAN_CHUNK, EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.models.backends.selector import select_backend
 from engine.models.loader import save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
@@ -58,7 +59,7 @@ def setup_of(folder: Path, fields: dict[str, Any]) -> EngineConfig:
     """Saves a random model; how it is run deterministically."""
     torch.manual_seed(1)
     shape = {name: value for name, value in fields.items() if name not in _ENGINE}
-    config = ModelConfig(vocab_size=VOCAB, **{**shape, "dtype": "float32"})
+    config = MinRnnConfig(vocab_size=VOCAB, **{**shape, "dtype": "float32"})
     model = LM(config)
     with torch.no_grad():  # sharper than random logits are, so that no answer is like another's
         (model.embedding if model.head is None else model.head).weight.mul_(3)
@@ -223,6 +224,6 @@ def test_a_budget_that_splits_prompts_elsewhere_is_refused() -> None:
 
 
 def test_a_model_that_torch_computes_is_refused() -> None:
-    model = LM(ModelConfig(cell="mingru", vocab_size=9, d_model=8, n_layers=1)).double()
+    model = LM(MinRnnConfig(cell="mingru", vocab_size=9, d_model=8, n_layers=1)).double()
     with pytest.raises(ConfigError, match="deterministic"):
         select_backend(model, torch.device("cpu"), deterministic=True)

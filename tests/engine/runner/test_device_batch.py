@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.models.loader import load_model, save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.protocol.events import Finished
 from engine.protocol.failed import Failed
@@ -51,7 +51,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def save_steep_model(folder: Path) -> Path:
     """A random model whose answers vary: its head is steep, and end-of-text not rare."""
     torch.manual_seed(3)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="mingru",
         vocab_size=VOCAB,
         d_model=32,
@@ -291,7 +291,7 @@ def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Mo
     prompts = {key: random_prompt(4, key) for key in range(5)}
     sampling = {"temperature": 1e4, "ignore_eos": True}
     first = begin(runner, prompts, max_tokens=12, **sampling)
-    state = runner._pool.state.cell.clone()
+    state = runner._pool.state["cell"].clone()
     rows = [DecodeRow(key, key, first[key], 1) for key in (3, 0, 4)]
     long = batch_of(rows, steps=9)
     tokens = drawn_by(long, runner.run(long), (3, 0, 4))
@@ -302,12 +302,12 @@ def test_rows_end_at_max_tokens_and_stay_ended_while_the_others_go_on(runner: Mo
     for key, ids in drawn_by(ending, result, (3, 0, 4)).items():
         tokens[key] += ids
     assert all(len(set(ids)) > 5 for ids in tokens.values()), "positions move on"
-    moved = (runner._pool.state.cell != state).any(dim=(0, 2)).nonzero().flatten().tolist()
+    moved = (runner._pool.state["cell"] != state).any(dim=(0, 2)).nonzero().flatten().tolist()
     assert moved == [0, 3, 4]
-    state = runner._pool.state.cell.clone()
+    state = runner._pool.state["cell"].clone()
     result = runner.run(more(steps=3))
     assert result.drawn is not None and result.drawn.ended == {0: 0, 1: 0, 2: 0}
-    assert torch.equal(runner._pool.state.cell, state)
+    assert torch.equal(runner._pool.state["cell"], state)
 
 
 def test_a_batch_beside_a_prompt_takes_its_step(runner: ModelRunner) -> None:
@@ -387,7 +387,7 @@ def test_who_ends_with_its_first_token_never_decodes(runner: ModelRunner) -> Non
     prompt = random_prompt(6, 3)
     (token,) = begin(runner, {3: prompt}).values()
     runner.run(StepPlan(release=[3]))
-    state = runner._pool.state.cell.clone()
+    state = runner._pool.state["cell"].clone()
     plan = batch_of([DecodeRow(3, 3, -1, 1)], steps=3)
     request = request_of(3, prompt, stop_token_ids=(token,))
     plan.admit.append(Admission(request, 3, 3, None, 0))
@@ -395,7 +395,7 @@ def test_who_ends_with_its_first_token_never_decodes(runner: ModelRunner) -> Non
     result = runner.run(plan)
     assert [one.token for one in result.sampled] == [token]
     assert result.drawn is not None and result.drawn.ended == {0: 0}
-    assert torch.equal(runner._pool.state.cell[:, 3], state[:, 3])
+    assert torch.equal(runner._pool.state["cell"][:, 3], state[:, 3])
 
 
 def test_a_row_whose_logits_are_not_finite_fails_in_its_round_and_no_other(

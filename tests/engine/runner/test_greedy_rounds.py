@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.models.backends import dispatch, hopper
 from engine.models.backends.selector import ModelBackend
 from engine.models.loader import save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState, StepToBests
 from engine.protocol.requests import Request
@@ -161,7 +161,7 @@ def runner_with_a_head_of_exact_sums(folder: Path, monkeypatch: pytest.MonkeyPat
     """Of a vocabulary and batches for which bests are found apart. A logit is the sum of two
     channels, which no order of summing changes, so both kinds of steps draw the same tokens."""
     torch.manual_seed(3)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="mingru",
         vocab_size=3001,
         d_model=64,

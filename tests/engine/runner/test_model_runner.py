@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import SCAN_CHUNK, EngineConfig, ModelConfig
+from engine.config import SCAN_CHUNK, EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.models.backends.cpu import CpuBackend
 from engine.models.loader import load_model, save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.requests import Request
@@ -40,7 +41,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def save_random_model(folder: Path, **fields: Any) -> Path:
     torch.manual_seed(1)
-    config = ModelConfig(
+    config = MinRnnConfig(
         **{"cell": "mingru", "vocab_size": VOCAB, "d_model": 32, "n_layers": 2, **fields},
         eos_token_id=VOCAB - 1,
         dtype="float32",

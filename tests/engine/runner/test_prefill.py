@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig, Quantization
+from engine.config import Quantization
 from engine.engine import Engine
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.selector import ModelBackend
 from engine.models.loader import load_model, quantize_model, save_model
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from engine.ops.upload import UploadRing
@@ -139,7 +140,7 @@ def prefill_of(model: LM) -> PrefillRunner:
 
 
 def tensors(state: ModelState) -> list[Tensor]:
-    return [state.cell] if state.conv is None else [state.cell, state.conv]
+    return [state["cell"]] if state.get("conv") is None else [state["cell"], state["conv"]]
 
 
 def random_chunks(
@@ -317,7 +318,7 @@ def runners(
 ) -> list[Any]:
     """Eager and graphed; the model's answers vary, for its head is steep."""
     torch.manual_seed(3)
-    config = ModelConfig(
+    config = MinRnnConfig(
         cell="minlstm", vocab_size=VOCAB, d_model=32, n_layers=2, conv_kernel=3, dtype="float32"
     )
     model = LM(config)

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.models.minrnn.config import MinRnnConfig
 from engine.ops.upload import UploadRing
 from engine.runner import state_pool as state_module
 from engine.runner.state_pool import StatePool
 
-CONFIG = ModelConfig(cell="mingru", vocab_size=10, d_model=8, n_layers=3, conv_kernel=4)
+CONFIG = MinRnnConfig(cell="mingru", vocab_size=10, d_model=8, n_layers=3, conv_kernel=4)
 INITIAL = torch.linspace(-1, 1, CONFIG.n_layers * CONFIG.inner).view(CONFIG.n_layers, -1)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def filled_pool(device: str, config: ModelConfig = CONFIG) -> StatePool:
+def filled_pool(device: str, config: MinRnnConfig = CONFIG) -> StatePool:
     """Six rows of random state, with an initial state that is not zero."""
     generator = torch.Generator().manual_seed(0)
     pool = StatePool(config, 6, UploadRing(torch.device(device)), INITIAL)
@@ -27,16 +27,16 @@ def filled_pool(device: str, config: ModelConfig = CONFIG) -> StatePool:
 
 
 def tensors(pool: StatePool) -> list[Tensor]:
-    found = (pool.state.cell, pool.state.conv)
+    found = (pool.state["cell"], pool.state["conv"])
     return [tensor for tensor in found if tensor is not None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_begins_at_the_initial_state(device: str) -> None:
     pool = StatePool(CONFIG, 2, UploadRing(torch.device(device)), INITIAL)
-    assert torch.equal(pool.state.cell.cpu(), INITIAL.unsqueeze(1).expand(3, 3, 16))
-    assert pool.state.conv is not None and pool.state.conv.shape == (3, 3, 3, 8)
-    assert not pool.state.conv.any()
+    assert torch.equal(pool.state["cell"].cpu(), INITIAL.unsqueeze(1).expand(3, 3, 16))
+    assert pool.state.get("conv") is not None and pool.state["conv"].shape == (3, 3, 3, 8)
+    assert not pool.state["conv"].any()
     assert pool.bytes == sum(tensor.nbytes for tensor in tensors(pool))
 
 

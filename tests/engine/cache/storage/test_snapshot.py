@@ -18,10 +18,11 @@ from safetensors.numpy import load
 from engine.cache.storage.snapshot import MOST_TAIL, Snapshot, StateLayout, read, write
 from engine.errors import EngineError, StateMalformed, StateMismatch
 from engine.protocol.token_ids import pack_ids
+from engine.state_spec import StateSpec
 
 SHAPES = [
-    StateLayout("one", 50, (2, 6), None),
-    StateLayout("two", 50, (2, 6), (2, 3, 4)),
+    StateLayout("one", 50, (StateSpec("cell", 2, (6,)),)),
+    StateLayout("two", 50, (StateSpec("cell", 2, (6,)), StateSpec("conv", 2, (3, 4)))),
 ]
 # The long run: MINSERVE_SNAPSHOT_MUTATIONS=10000
 MUTATIONS = int(os.environ.get("MINSERVE_SNAPSHOT_MUTATIONS", "1500"))
@@ -62,7 +63,7 @@ def golden(name: str) -> bytes:
 
 def test_files_of_both_formats_stay_readable() -> None:
     """As a server of each has left them, with a name and without."""
-    shape = StateLayout("golden", 50, (1, 2), (1, 1, 2))
+    shape = StateLayout("golden", 50, (StateSpec("cell", 1, (2,)), StateSpec("conv", 1, (1, 2))))
     state = np.array([1.0, -2.0, 0.5, 3.0], "<f4").tobytes()
     expected = Snapshot(state, pack_ids([4, 5]), 9, False, (2, 3, 4, 5), {"id": "romeo"})
     for name in ("version-1.safetensors", "version-2.safetensors"):
@@ -127,7 +128,7 @@ def test_what_is_moved_from_one_part_to_the_next_is_damage() -> None:
 def test_another_models_is_refused_with_both_names() -> None:
     content = write(sample(SHAPES[0]), SHAPES[0])
     with pytest.raises(StateMismatch, match=r"'one'.*'other'"):
-        read(content, StateLayout("other", 50, (2, 6), None))
+        read(content, StateLayout("other", 50, (StateSpec("cell", 2, (6,)),)))
 
 
 def nan(content: bytes) -> bytes:

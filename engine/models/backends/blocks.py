@@ -1,0 +1,216 @@
+"""Blocks: a model's program in the form that fused kernels compute.
+
+A block is a layer of these stages, where those in brackets may be missing:
+
+    [x += mix(conv(x))]
+    x += out([gated norm](recurrence([short convolutions](gates(norm(x))))))
+    [x += down(activation(up(norm(x))))]
+
+A backend compiles a model's program to blocks and names what its kernels lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from engine.config import ModelConfig
+from engine.models.language_model import LanguageModel
+from engine.models.program import (
+    Activation,
+    Conv,
+    Elementwise,
+    GatedNorm,
+    LayerProgram,
+    Linear,
+    ModelProgram,
+    Norm,
+    Recurrence,
+    Residual,
+    Stage,
+)
+from engine.models.quantized import QuantLinear
+from engine.models.recurrence import CELLS, CellOperators
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """The convolution before a block's first norm: x += mix(conv(x))."""
+
+    conv: Conv
+    mix: nn.Linear | QuantLinear
+
+    @property
+    def taps(self) -> int:
+        """Taps of the convolution."""
+        return self.conv.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The second half of a block: x += down(activation(up(norm(x))))."""
+
+    norm: nn.RMSNorm
+    up: nn.Linear | QuantLinear
+    activation: Activation
+    down: nn.Linear | QuantLinear
+
+    @property
+    def hidden(self) -> int:
+        """Channels after the activation."""
+        return self.down.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer; the parts are the model's own modules."""
+
+    norm: nn.RMSNorm
+    gates: nn.Linear | QuantLinear
+    recurrence: Recurrence
+    mixer: Mixer | None = None
+    short_convs: tuple[Conv, ...] = ()
+    gated_norm: nn.RMSNorm | None = None
+    out: nn.Linear | QuantLinear | None = None
+    mlp: Mlp | None = None
+
+    @property
+    def operators(self) -> CellOperators:
+        """The operators of the block's cell."""
+        return CELLS[self.recurrence.cell]
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrence."""
+        return self.gates.weight.shape[0] // self.operators.gates
+
+
+@dataclass(frozen=True, slots=True)
+class BlockModel:
+    """A model of blocks that have the same widths."""
+
+    config: ModelConfig
+    program: ModelProgram
+    blocks: Sequence[Block]
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrences."""
+        return self.blocks[0].inner
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The cell and its options, as in every block."""
+        return self.blocks[0].recurrence
+
+    @property
+    def gates(self) -> int:
+        """Pre-activations per channel of a recurrence."""
+        return self.blocks[0].operators.gates
+
+    @property
+    def taps(self) -> int:
+        """Taps of the convolutions before the first norms; 0: there are none."""
+        mixer = self.blocks[0].mixer
+        return 0 if mixer is None else mixer.taps
+
+    @property
+    def hidden(self) -> int:
+        """Hidden channels of the MLPs; 0: there are none."""
+        mlp = self.blocks[0].mlp
+        return 0 if mlp is None else mlp.hidden
+
+
+_S = TypeVar("_S", Conv, Elementwise, GatedNorm, Linear, Norm, Recurrence, Residual)
+
+
+class _Reader:
+    """Takes stages off the front of a layer's program."""
+
+    def __init__(self, stages: LayerProgram) -> None:
+        self.stages = list(stages)
+
+    def next_is(self, *kinds: type[Stage]) -> bool:
+        """Return whether the next stages are of these kinds, in order."""
+        found = self.stages[: len(kinds)]
+        return len(found) == len(kinds) and all(map(isinstance, found, kinds))
+
+    def take(self, kind: type[_S]) -> _S:
+        """Take the next stage, which must be of this kind. Raises _OtherShapeError."""
+        if not self.next_is(kind):
+            found = type(self.stages[0]).__name__ if self.stages else "the layer's end"
+            raise _OtherShapeError(f"a layer has {found} where kernels expect {kind.__name__}")
+        stage = self.stages.pop(0)
+        assert isinstance(stage, kind)
+        return stage
+
+
+class _OtherShapeError(Exception):
+    pass
+
+
+def compile_blocks(model: LanguageModel) -> BlockModel:
+    """Return the model as blocks; it must be one (see `refusal`)."""
+    program = model.program()
+    return BlockModel(model.config, program, [_block(layer) for layer in program.layers])
+
+
+def _block(layer: LayerProgram) -> Block:
+    reader, mixer = _Reader(layer), None
+    if reader.next_is(Conv):
+        mixer = Mixer(reader.take(Conv), reader.take(Linear).module)
+        reader.take(Residual)
+    norm, gates, short_convs = reader.take(Norm).module, reader.take(Linear).module, []
+    while reader.next_is(Conv):
+        short_convs.append(reader.take(Conv))
+    recurrence = reader.take(Recurrence)
+    gated_norm = reader.take(GatedNorm).module if reader.next_is(GatedNorm) else None
+    out = reader.take(Linear).module if reader.next_is(Linear) else None
+    reader.take(Residual)
+    mlp = None
+    if reader.next_is(Norm):
+        mlp = Mlp(
+            reader.take(Norm).module,
+            reader.take(Linear).module,
+            reader.take(Elementwise).activation,
+            reader.take(Linear).module,
+        )
+        reader.take(Residual)
+    if reader.stages:
+        raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
+    return Block(norm, gates, recurrence, mixer, tuple(short_convs), gated_norm, out, mlp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What the kernels of a backend compute, beside the stages that every block has."""
+
+    cells: tuple[str, ...]
+    activations: tuple[Activation, ...] = ("gelu",)
+    no_out: bool = False  # blocks without an out projection
+    short_convs: bool = False
+
+
+def refusal(model: LanguageModel, support: Support) -> str | None:
+    """Return why kernels with this support cannot compute the model's layers; None: they can.
+
+    The reason completes "not used: ".
+    """
+    try:
+        blocks = compile_blocks(model).blocks
+    except _OtherShapeError as error:
+        return str(error)
+    for block in blocks:
+        cell = block.recurrence.cell
+        if cell not in support.cells:
+            return f"cell {cell!r}, but its kernels have only {' and '.join(support.cells)}"
+        if block.mlp is not None and block.mlp.activation not in support.activations:
+            return f"activation {block.mlp.activation!r} in the MLP"
+        if block.out is None and not support.no_out:
+            return "no out projection"
+        if block.short_convs and not support.short_convs:
+            return "convolutions between gates and recurrence"
+    return None

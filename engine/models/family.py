@@ -1,0 +1,72 @@
+"""Family: what a folder of engine/models says of its models, for the registry.
+
+A family has a config, a model in plain torch, and knows the folders in which other projects publish
+such models: their config.json and the names of their tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from engine.config import ModelConfig
+from engine.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a published folder, as it must be stored there."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """Where a model's tensors are in a published folder.
+
+    Args:
+        tensors: for each tensor of the model's state dict the stored ones, which are concatenated
+            along the first dimension and then reshaped to the model's shape.
+        ignored: names of stored tensors that hold nothing new, such as the head of a model whose
+            head is the embedding. They may be there or not.
+    """
+
+    tensors: Mapping[str, Sequence[StoredTensor]]
+    ignored: frozenset[str] = field(default_factory=frozenset)
+
+
+class Family(ABC):
+    """A family of models, one folder beside this file."""
+
+    name: ClassVar[str]  # name of the folder
+    config_class: ClassVar[type[ModelConfig]]
+    # `model_type` and `architectures` of the config.json files that other projects write
+    model_types: ClassVar[frozenset[str]] = frozenset()
+    architectures: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def build(self, config: ModelConfig) -> LanguageModel:
+        """Return a model with random weights, on torch's default device.
+
+        `config` is of `config_class`.
+        """
+
+    def published_config(self, values: Mapping[str, Any]) -> ModelConfig:
+        """Read a published config.json, as parsed.
+
+        Raises ConfigError, which names the field, for a model that the family does not compute.
+        """
+        raise NotImplementedError
+
+    def published_weights(
+        self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
+    ) -> WeightMap:
+        """Return where the tensors of a model with this config are.
+
+        `stored` has the shapes of the folder's tensors by name: published forms may differ in
+        which tensors they have. Missing and surplus tensors are the loader's to report.
+        """
+        raise NotImplementedError

@@ -1,0 +1,111 @@
+"""LayerProgram: what a layer computes, as a list of stages with their weights.
+
+A family's model in plain torch is the specification of what is computed. Its program says the same
+in a form that backends can read: a backend compiles the stages that it has kernels for, and refuses
+others by name (engine/models/backends/blocks.py). Stages hold the model's own modules, so a backend
+that changes or moves weights changes the model's.
+
+A value flows from stage to stage: Norm begins with the residual stream x, every other stage takes
+the value of the one before, and Residual adds it to x. A convolution before the first norm begins
+with x, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from engine.models.quantized import QuantEmbedding, QuantLinear
+
+Activation = Literal["gelu", "swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm of the residual stream: x -> [tokens, d_model]."""
+
+    module: nn.RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear map: [tokens, inputs] -> [tokens, outputs]."""
+
+    module: nn.Linear | QuantLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Conv:
+    """Causal depthwise convolution of some columns of the value; the other columns pass.
+
+    Args:
+        weight: [channels, taps], the tap of the oldest input first.
+        bias: [channels] or None.
+        state: name of the state tensor [taps - 1, channels] with the last inputs.
+        first: first of the columns.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    state: str
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A cell over time: pre-activations [tokens, gates * channels] -> h [tokens, channels].
+
+    Args:
+        cell: name of the cell (csrc/cells/cells.def).
+        state: name of the state tensor [channels].
+        linear_candidate: minGRU and minLSTM: the candidate is v itself instead of g(v).
+        normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
+        lower_bound: HGRN: returns the least forget gate of every channel, fp32 [channels], computed
+            from the weights as they are; None: 0.
+    """
+
+    cell: str
+    state: str
+    linear_candidate: bool = False
+    normalize_gates: bool = True
+    lower_bound: Callable[[], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """RMSNorm of the recurrence's h, times silu of the last third of its pre-activations."""
+
+    module: nn.RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """An activation: exact GELU, or SwiGLU: [gate | up] -> silu(gate) * up, half as wide."""
+
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """x += value."""
+
+
+Stage = Norm | Linear | Conv | Recurrence | GatedNorm | Elementwise | Residual
+LayerProgram = tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProgram:
+    """A language model: embedding, layers, a last norm and a head.
+
+    The head is the embedding's matrix if `head` is that module.
+    """
+
+    embedding: nn.Embedding | QuantEmbedding
+    layers: tuple[LayerProgram, ...]
+    norm: nn.RMSNorm
+    head: nn.Embedding | QuantEmbedding | nn.Linear | QuantLinear
+    head_bias: nn.Parameter | None
