@@ -65,9 +65,9 @@ def measure_seed(
     to_gates, to_output = layer.gates.weight.t(), layer.out.weight.t()
 
     with torch.inference_mode(), in_force(precision):
-        if not bool(layer.scan(x, state, cu_seqlens, slots, None).isfinite().all()):
+        if not bool(layer.scan(x, state, cu_seqlens, slots).isfinite().all()):
             raise RuntimeError("the output is not finite")
-        seconds = step_seconds(lambda: layer.scan(x, state, cu_seqlens, slots, None), device)
+        seconds = step_seconds(lambda: layer.scan(x, state, cu_seqlens, slots), device)
         hidden = torch.randn(tokens, config.inner, device=device, dtype=precision.dtype)
 
         def products() -> None:

@@ -23,6 +23,7 @@ TORCH_FREE = [
     "engine.config",
     "engine.errors",
     "engine.model_files",
+    "engine.models.minrnn.config",
     "engine.safetensors_container",
     "engine.scheduler.scheduler",
     "engine.step_plan",
@@ -40,6 +41,7 @@ SERVICE_MAY_IMPORT = (
     "engine.gc_tuning",
     "engine.inline",
     "engine.model_files",
+    "engine.models.minrnn.config",
     "engine.safetensors_container",
     "engine.tokenizer_layout",
 )

@@ -25,7 +25,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """Where a model's tensors are in a published folder.
+    """The places of a model's tensors in a published folder.
 
     Args:
         tensors: for each tensor of the model's state dict the stored ones, which are concatenated

@@ -151,11 +151,14 @@ class LanguageModel(nn.Module, ABC):
 
         tokens [batch, time] -> logits fp32 [batch, time, vocab_size].
         """
-        x = self._embed(tokens)  # [batch, time, d_model]
+        return self._read(self._embed(tokens))
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Return the logits [batch, time, vocab_size] of embedded tokens [batch, time, d_model]."""
         for layer, per_channel in zip(self.layers, self.channel_parameters(), strict=True):
             x = layer(x, per_channel)
         hidden: Tensor = self.norm(x)
-        return self.logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+        return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:-1], -1)
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
         """Return what each layer's recurrence needs per channel, computed from shared weights.

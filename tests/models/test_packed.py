@@ -319,7 +319,7 @@ def test_state_of_another_model_raises() -> None:
     with pytest.raises(RuntimeError, match="conv must be given"):
         other.step(token, packed.new_state(1), slot)
     with pytest.raises(RuntimeError, match="cell must be"):
-        packed.step(token, ModelState(torch.zeros(2, 1, 31), None), slot)
+        packed.step(token, ModelState({"cell": torch.zeros(2, 1, 31)}), slot)
     with pytest.raises(RuntimeError, match="hidden must be"):
         packed.logits(torch.zeros(1, 21))
     with pytest.raises(RuntimeError, match="tokens must be int32 or int64"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.config import Quantization
 from engine.models.backends import fused_gemm, persistent_decode
+from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.dispatch import PathBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
@@ -88,7 +89,7 @@ def test_phases_are_counted_as_they_are_made() -> None:
 @pytest.mark.parametrize("changes", [{}, {"conv_kernel": 3}, {"mlp_ratio": 0.0, "cell": "minlstm"}])
 def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, object]) -> None:
     model = LM(config(**changes))
-    phases = list(_phases(model, LmHead.of(model)))
+    phases = list(_phases(compile_blocks(model), LmHead.of(model)))
     shapes = list(_shapes(blocks_of(model.config)))
     assert len(shapes) == len(phases)
     for phase, shape in zip(phases, shapes, strict=True):

@@ -68,7 +68,7 @@ class Cell(nn.Module):
         state: Tensor,
         cu_seqlens: Tensor,
         slots: Tensor,
-        per_channel: Tensor | None,
+        per_channel: Tensor | None = None,
     ) -> Tensor:
         """Read packed sequences x [tokens, d_model]; return [tokens, d_model].
 
@@ -80,13 +80,15 @@ class Cell(nn.Module):
         y: Tensor = self.out(h)
         return y
 
-    def step(self, x: Tensor, state: Tensor, slots: Tensor, per_channel: Tensor | None) -> Tensor:
+    def step(
+        self, x: Tensor, state: Tensor, slots: Tensor, per_channel: Tensor | None = None
+    ) -> Tensor:
         """Read one token of every sequence: x [batch, d_model] -> [batch, d_model]."""
         h = self.operators.step(self.recurrence, self.gates(x), state, slots, per_channel)
         y: Tensor = self.out(h)
         return y
 
-    def forward(self, x: Tensor, per_channel: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, per_channel: Tensor | None = None) -> Tensor:
         """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
         batch, time, _ = x.shape
         pre = self.gates(x).flatten(0, 1)

@@ -127,9 +127,10 @@ class LM(LanguageModel):
         if config.quantization is not None:
             self.requires_grad_(False)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.dropout(super()._embed(tokens))
-        return embedded
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute logits differentiably, with dropout in training mode; see LanguageModel."""
+        x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
+        return self._read(x)
 
     @torch.no_grad()
     def initial_state(self) -> dict[str, Tensor]:

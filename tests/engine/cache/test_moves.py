@@ -27,7 +27,7 @@ class Rows:
 
     def __init__(self, device: str) -> None:
         uploads = UploadRing(torch.device(device))
-        self.pool = StatePool(CONFIG, SLOTS + KEPT, uploads, START)
+        self.pool = StatePool(CONFIG, SLOTS + KEPT, uploads, {"cell": START})
         self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.vocab_size, uploads)
         self.start = self.pool.gather([self.pool.initial_row])[0].cpu()
         self.states = dict.fromkeys(range(SLOTS + KEPT), self.start)

@@ -20,20 +20,19 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def filled_pool(device: str, config: MinRnnConfig = CONFIG) -> StatePool:
     """Six rows of random state, with an initial state that is not zero."""
     generator = torch.Generator().manual_seed(0)
-    pool = StatePool(config, 6, UploadRing(torch.device(device)), INITIAL)
+    pool = StatePool(config, 6, UploadRing(torch.device(device)), {"cell": INITIAL})
     for tensor in tensors(pool):
         tensor[:, :6].copy_(torch.randn(tensor[:, :6].shape, generator=generator))
     return pool
 
 
 def tensors(pool: StatePool) -> list[Tensor]:
-    found = (pool.state["cell"], pool.state["conv"])
-    return [tensor for tensor in found if tensor is not None]
+    return pool.state.tensors()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_begins_at_the_initial_state(device: str) -> None:
-    pool = StatePool(CONFIG, 2, UploadRing(torch.device(device)), INITIAL)
+    pool = StatePool(CONFIG, 2, UploadRing(torch.device(device)), {"cell": INITIAL})
     assert torch.equal(pool.state["cell"].cpu(), INITIAL.unsqueeze(1).expand(3, 3, 16))
     assert pool.state.get("conv") is not None and pool.state["conv"].shape == (3, 3, 3, 8)
     assert not pool.state["conv"].any()
@@ -45,7 +44,7 @@ def test_the_initial_state_is_there_to_be_copied(device: str) -> None:
     pool = filled_pool(device)
     before = [tensor.clone() for tensor in tensors(pool)]
     pool.copy([pool.initial_row] * 2, [4, 1])
-    fresh = tensors(StatePool(CONFIG, 6, UploadRing(torch.device(device)), INITIAL))
+    fresh = tensors(StatePool(CONFIG, 6, UploadRing(torch.device(device)), {"cell": INITIAL}))
     for tensor, old, new in zip(tensors(pool), before, fresh, strict=True):
         assert torch.equal(tensor[:, [1, 4]], new[:, [1, 4]])
         assert torch.equal(tensor[:, [0, 2, 3, 5, 6]], old[:, [0, 2, 3, 5, 6]])

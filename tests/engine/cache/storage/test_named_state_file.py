@@ -314,4 +314,4 @@ def test_files_of_the_former_format_are_taken_over(tmp_path: Path) -> None:
     assert text(later.run(b"", 1, state="s")) == b"g"
     assert text(later.run(b"", 1, state="s", keep=KeepState(id="s"))) == b"g"
     later.engine.close()
-    assert b"minserve.state.2" in path.read_bytes(), "a turn later it has a digest"
+    assert b"minserve.state.3" in path.read_bytes(), "a turn later it has a digest"
