@@ -140,8 +140,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // gates of a cell and its step; state rows are read and overwritten
   m.def(
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
-      "Tensor(a!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True, "
-      "bool fixed_order=False) -> Tensor");
+      "Tensor(a!) state, Tensor slots, str cell, bool linear_candidate=False, "
+      "bool normalize_gates=True, bool fixed_order=False) -> Tensor");
   // x += W y (+ bias); x times the next norm's weight, empty without; sums of squares of x, empty
   // without this weight unless asked for; then x += ahead
   m.def(
@@ -162,8 +162,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // a cell's step from y / norm + bias; state rows are read and overwritten
   m.def(
       "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
-      "Tensor(b!) state, Tensor slots, bool linear_candidate=False, bool normalize_gates=True) -> "
-      "Tensor");
+      "Tensor(b!) state, Tensor slots, str cell, bool linear_candidate=False, "
+      "bool normalize_gates=True) -> Tensor");
   // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
   m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
   // out = x weight^T, or out += it, in one of these ways
@@ -177,12 +177,12 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "whole_step(Tensor tokens, Tensor slots, Tensor[] weights, Tensor maps, Tensor plan, "
       "Tensor(a!) cell, Tensor(b!)? conv, Tensor(c!) exchange, Tensor(d!) ended, int weight_type, "
-      "int gates, float eps, bool linear_candidate=False, bool normalize_gates=True, "
+      "str kind, float eps, bool linear_candidate=False, bool normalize_gates=True, "
       "bool fixed_order=False) -> Tensor");
   // rows that a batch of such a plan may have on a GPU of so many multiprocessors; 0: the kernel
   // does not take it, and why
   m.def(
-      "whole_step_most_rows(Tensor plan, int weight_type, int gates, bool fixed_order, "
+      "whole_step_most_rows(Tensor plan, int weight_type, str cell, bool fixed_order, "
       "int multiprocessors) -> (int rows, str refusal)");
   // the same of up to about a hundred sequences and a small model: packed as
   // engine/ops/cluster_decode.py packs weights, plan says which of the vectors each layer has.
@@ -190,12 +190,14 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "cluster_step(Tensor tokens, Tensor slots, Tensor packed, Tensor table, Tensor? head_bias, "
       "Tensor? norm, Tensor[] vectors, Tensor plan, Tensor(a!) cell, Tensor(b!)? conv, int hidden, "
-      "int vocabulary, int gates, float eps, bool linear_candidate=False, "
+      "int vocabulary, str kind, float eps, bool linear_candidate=False, "
       "bool normalize_gates=True) -> Tensor");
   // why the kernel takes no model of such a shape; "": it does
   m.def("cluster_step_refusal(int layers, int width, int inner, int hidden, int taps) -> str");
   // with fixed_order, weights of more rows than this have their inputs summed in one part
   m.def("linear_one_part_rows() -> int");
+  // a cell's number in plans of packed models, and how many pre-activations a channel has
+  m.def("cell_traits(str cell) -> (int kind, int preactivations)");
   // time steps per chunk: splitting a sequence at multiples of it changes no bit
   m.def("scan_chunk() -> int");
   // GPU architectures compiled in, "" for a CPU-only build
@@ -231,6 +233,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
 #endif
 }
 STABLE_TORCH_LIBRARY_IMPL(minserve, CompositeExplicitAutograd, m) {
+  m.impl("cell_traits", TORCH_BOX(&minserve::cell_traits));
   m.impl("scan_chunk", TORCH_BOX(&scan_chunk));
   m.impl("cuda_archs", TORCH_BOX(&cuda_archs));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));

@@ -1,8 +1,8 @@
 // Gates and candidates, written once for CPU vectors, scalars and CUDA threads.
 //
-// Every cell is h_t = a h_{t-1} + b with a and b from its gates. The exponentials are taken in base
-// 2 and quotients share reciprocals where that is cheaper, because these are what costs. No gate is
-// formed as one minus another: both keep their relative accuracy.
+// Every cell is h_t = a h_{t-1} + b with (a, b), its coefficients, from its gates. The exponentials
+// are taken in base 2 and quotients share reciprocals where that is cheaper, because these are what
+// costs. No gate is formed as one minus another: both keep their relative accuracy.
 #pragma once
 
 #include "../core/vec.h"
@@ -14,6 +14,29 @@ template <class V>
 struct Affine {
   V a, b;
 };
+
+// A cell is a struct of functions and of these numbers, all of one channel:
+//   kPreactivations  columns of the pre-activations
+//   kInputs          how many of them, from the first on, the recurrence reads
+//   kParameters      fp32 numbers that no token changes, in vectors [channels]
+//   kStates          numbers of state; kernels keep one
+//   kOutputs         what the recurrence gives: of a forward cell h, of a backward cell gradients
+//   kPrevious        which input is the state before, of a backward cell; -1: none
+//   kHasOptions      whether it has those below
+// coefficients() gives the step from inputs and parameters, outputs() the results from the states
+// before and after it. Inputs of a backward cell are those of its forward cell, then gradients.
+template <class V, int kCount>
+struct Parameters {
+  V at[kCount];
+};
+template <class V>
+struct Parameters<V, 0> {};
+
+// Whether a cell reads all of its pre-activations, one state and nothing else, as kernels take for
+// granted that have no place for parameters.
+template <class Cell>
+constexpr bool kIsPlain = Cell::kInputs == Cell::kPreactivations && Cell::kParameters == 0 &&
+                          Cell::kStates == 1 && Cell::kOutputs == 1;
 
 // The options of a cell: those of the paper's log-space form as constants, so that the inner loop
 // of the usual kernel holds no branch on them, or any.
@@ -127,10 +150,11 @@ MS_CELL LstmGates<V> lstm_gates(const O& options, V f, V i, V v) {
           reciprocal(exp_below(i, 120.0f) + 1.0f)};
 }
 
-// The state after one step of a cell, from its pre-activations and the state before.
+// The state after one step of a plain cell, from its pre-activations and the state before.
 template <template <class> class CellOf, class O, class V>
 MS_CELL V step_cell(const O& options, const V (&in)[CellOf<V>::kInputs], V before) {
-  const Affine<V> step = CellOf<V>::affine(options, in);
+  static_assert(kIsPlain<CellOf<V>>);
+  const Affine<V> step = CellOf<V>::coefficients(options, in);
   return fmadd(step.a, before, step.b);
 }
 

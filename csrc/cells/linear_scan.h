@@ -9,10 +9,12 @@ namespace MS_ISA {
 // inputs: a, b; output: h
 template <class V>
 struct LinearCell {
-  static constexpr int kInputs = 2, kOutputs = 1, kPrevious = -1;
+  static constexpr int kPreactivations = 2, kInputs = 2, kParameters = 0, kStates = 1;
+  static constexpr int kOutputs = 1, kPrevious = -1;
   static constexpr bool kHasOptions = false;
   template <class O>
-  static MS_CELL Affine<V> affine(const O&, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O&, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     return {in[0], in[1]};
   }
   template <class O>
@@ -27,10 +29,11 @@ struct LinearCell {
 // inputs: a, dh, previous h; outputs: da, db
 template <class V>
 struct LinearBackwardCell {
-  static constexpr int kInputs = 3, kOutputs = 2, kPrevious = 2;
+  static constexpr int kInputs = 3, kParameters = 0, kOutputs = 2, kPrevious = 2;
   static constexpr bool kHasOptions = false;
   template <class O>
-  static MS_CELL Affine<V> affine(const O&, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O&, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     return {in[0], in[0] * in[1]};
   }
   template <class O>

@@ -10,10 +10,12 @@ namespace MS_ISA {
 // inputs: k, v; output: h
 template <class V>
 struct MinGruCell {
-  static constexpr int kInputs = 2, kOutputs = 1, kPrevious = -1;
+  static constexpr int kPreactivations = 2, kInputs = 2, kParameters = 0, kStates = 1;
+  static constexpr int kOutputs = 1, kPrevious = -1;
   static constexpr bool kHasOptions = true;
   template <class O>
-  static MS_CELL Affine<V> affine(const O& options, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O& options, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     const GruGates<V> gates = gru_gates(options, in[0], in[1]);
     return {gates.keep, gates.write * gates.candidate};
   }
@@ -28,10 +30,11 @@ struct MinGruCell {
 // stored. inputs: k, v, dh, previous h; outputs: dk, dv
 template <class V>
 struct MinGruBackwardCell {
-  static constexpr int kInputs = 4, kOutputs = 2, kPrevious = 3;
+  static constexpr int kInputs = 4, kParameters = 0, kOutputs = 2, kPrevious = 3;
   static constexpr bool kHasOptions = true;
   template <class O>
-  static MS_CELL Affine<V> affine(const O& options, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O& options, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     const V keep = gru_gates(options, in[0], in[1]).keep;
     return {keep, keep * in[2]};
   }

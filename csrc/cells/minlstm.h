@@ -10,10 +10,12 @@ namespace MS_ISA {
 // inputs: f, i, v; output: h
 template <class V>
 struct MinLstmCell {
-  static constexpr int kInputs = 3, kOutputs = 1, kPrevious = -1;
+  static constexpr int kPreactivations = 3, kInputs = 3, kParameters = 0, kStates = 1;
+  static constexpr int kOutputs = 1, kPrevious = -1;
   static constexpr bool kHasOptions = true;
   template <class O>
-  static MS_CELL Affine<V> affine(const O& options, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O& options, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     const LstmGates<V> gates = lstm_gates(options, in[0], in[1], in[2]);
     return {gates.forget, gates.input * gates.candidate};
   }
@@ -28,10 +30,11 @@ struct MinLstmCell {
 // inputs: f, i, v, dh, previous h; outputs: df, di, dv
 template <class V>
 struct MinLstmBackwardCell {
-  static constexpr int kInputs = 5, kOutputs = 3, kPrevious = 4;
+  static constexpr int kInputs = 5, kParameters = 0, kOutputs = 3, kPrevious = 4;
   static constexpr bool kHasOptions = true;
   template <class O>
-  static MS_CELL Affine<V> affine(const O& options, const V (&in)[kInputs]) {
+  static MS_CELL Affine<V> coefficients(const O& options, const V (&in)[kInputs],
+                                        const Parameters<V, 0>& = {}) {
     const V forget = lstm_gates(options, in[0], in[1], in[2]).forget;
     return {forget, forget * in[3]};
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../cells/kind.h"
 #include "../core/types.h"
 
 namespace minserve {
@@ -89,7 +90,11 @@ struct ClusterLayer {
   const void *gates_bias, *out_bias, *up_bias, *down_bias;
 };
 
+// The cells that a model may have.
+using ClusterDecodeCells = CellList<CellKind::mingru, CellKind::minlstm>;
+
 struct ClusterDecodeArgs {
+  CellKind cell_kind = {};
   ClusterShape shape = {};  // taps: 0 without convolutions; hidden: 0 without MLPs
   int batch = 0, layers = 0;
   int ids = 0;     // rows of the table

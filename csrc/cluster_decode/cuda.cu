@@ -52,7 +52,7 @@ void launch(ClusterDecodeArgs& args, int device, cudaStream_t on) {
 }
 
 template <template <class> class CellOf>
-void launch_width(ClusterDecodeArgs& args, int device, cudaStream_t on) {
+void launch_width(CellTag<CellOf>, ClusterDecodeArgs& args, int device, cudaStream_t on) {
   static_assert(kMostClusterWidth == 4 * kClusterWidthUnit, "a kernel for each width");
   switch (args.shape.width / kClusterWidthUnit) {
     case 1:
@@ -71,8 +71,8 @@ void launch_width(ClusterDecodeArgs& args, int device, cudaStream_t on) {
 void cluster_decode(ClusterDecodeArgs& args, int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  args.shape.gates == 2 ? launch_width<MinGruCell>(args, device, on)
-                        : launch_width<MinLstmCell>(args, device, on);
+  with_cell<ClusterDecodeCells>(args.cell_kind,
+                                [&](auto cell) { launch_width(cell, args, device, on); });
 }
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // A cluster decode step on Hopper: checks, the plan, arguments. CUDA only.
 #include <cstdint>
 
+#include "../cells/traits.h"
 #include "../core/operators.h"
 #include "../core/require_sm90.h"
 #include "../core/state_alignment.h"
@@ -78,7 +79,8 @@ Tensor cluster_decode(const Tensor& tokens, const Tensor& slots_given, const Ten
                       const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
                       const std::vector<Tensor>& vectors, const Tensor& plan, const Tensor& cell,
                       const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
-                      std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates) {
+                      const std::string& kind, double eps, bool linear_candidate,
+                      bool normalize_gates) {
   const Check check("cluster_step", tokens, "tokens");
   require_hopper(check, tokens);
   ClusterDecodeArgs args;
@@ -88,7 +90,7 @@ Tensor cluster_decode(const Tensor& tokens, const Tensor& slots_given, const Ten
   check.require(tokens.is_contiguous() && batch >= 1 && batch <= (1 << 24),
                 "tokens must be contiguous, of at least one row, got ", describe(tokens));
   const Tensor slots = torch::stable::contiguous(slots_given);
-  check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
+  args.cell_kind = require_cell<ClusterDecodeCells>(check, kind);
   check.tensor(table, "table", ScalarType::BFloat16, {-1, -1}, "[ids, width]");
   check.require(plan.dim() == 2, "plan must be [layers, ", static_cast<int>(kFields), "], got ",
                 describe(plan));
@@ -118,7 +120,7 @@ Tensor cluster_decode(const Tensor& tokens, const Tensor& slots_given, const Ten
   check.require(vocabulary >= 0 && vocabulary <= (1 << 20), "vocabulary must be 0 to ", 1 << 20,
                 ", got ", vocabulary);
   args.batch = static_cast<int>(batch);
-  args.shape.gates = static_cast<int>(gates);
+  args.shape.gates = traits_of(args.cell_kind).preactivations;
   args.shape.width = static_cast<int>(width);
   args.shape.inner = static_cast<int>(inner);
   args.shape.hidden = static_cast<int>(hidden);

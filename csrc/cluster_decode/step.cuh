@@ -2,8 +2,7 @@
 #pragma once
 
 #include "../core/gelu.cuh"
-#include "../cells/minlstm.h"
-#include "../cells/mingru.h"
+#include "../cells/dispatch.h"
 #include "weight_stream.cuh"
 
 namespace minserve {

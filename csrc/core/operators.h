@@ -61,11 +61,13 @@ Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& 
                   const MaybeTensor& conv);
 Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
+std::tuple<std::int64_t, std::int64_t> cell_traits(const std::string& cell);
+
 // Of the kernels for Hopper, what every build knows: which models they take.
 std::int64_t linear_one_part_rows();
 std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& plan,
                                                                   std::int64_t weight_type,
-                                                                  std::int64_t gates,
+                                                                  const std::string& cell,
                                                                   bool batch_invariant,
                                                                   std::int64_t multiprocessors);
 std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
@@ -81,7 +83,8 @@ void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
                const Tensor& out, const Tensor& stop_ids);
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
-                   bool linear_candidate, bool normalize_gates, bool batch_invariant);
+                   const std::string& cell, bool linear_candidate, bool normalize_gates,
+                   bool batch_invariant);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool batch_invariant,
@@ -93,7 +96,7 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
                  const MaybeTensor& ahead);
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
-                   bool linear_candidate, bool normalize_gates);
+                   const std::string& cell, bool linear_candidate, bool normalize_gates);
 Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
              bool add);
@@ -101,14 +104,15 @@ void persistent_decode_map(const Tensor& weight, const Tensor& map);
 Tensor persistent_decode(const Tensor& tokens, const Tensor& slots,
                          const std::vector<Tensor>& tensors, const Tensor& maps, const Tensor& plan,
                          const Tensor& cell, const MaybeTensor& conv, const Tensor& exchange,
-                         const Tensor& ended, std::int64_t weight_type, std::int64_t gates,
+                         const Tensor& ended, std::int64_t weight_type, const std::string& kind,
                          double eps, bool linear_candidate, bool normalize_gates,
                          bool batch_invariant);
 Tensor cluster_decode(const Tensor& tokens, const Tensor& slots, const Tensor& weights,
                       const Tensor& table, const MaybeTensor& head_bias, const MaybeTensor& norm,
                       const std::vector<Tensor>& tensors, const Tensor& plan, const Tensor& cell,
                       const MaybeTensor& conv, std::int64_t hidden, std::int64_t vocabulary,
-                      std::int64_t gates, double eps, bool linear_candidate, bool normalize_gates);
+                      const std::string& kind, double eps, bool linear_candidate,
+                      bool normalize_gates);
 #endif
 
 }  // namespace minserve

@@ -185,11 +185,7 @@ class Model {
       wait_before(layer.gates);
     }
     const char* fed = norm(layer.cell_norm, layer.gates);
-    if (plan_.lstm) {
-      recur<MinLstmCell<VF>>(l, fed);
-    } else {
-      recur<MinGruCell<VF>>(l, fed);
-    }
+    with_cell<CpuModelCells>(plan_.cell, [&](auto cell) { recur(cell, l, fed); });
     wait_before(layer.out.data ? layer.out : layer.mlp_norm ? layer.up : after_back(l));
   }
 
@@ -244,9 +240,10 @@ class Model {
     }
   }
 
-  template <class Cell>
-  void recur(std::int64_t l, const char* fed) const {
-    with_options<true>(plan_, [&](const auto& options) { recur_with<Cell>(options, l, fed); });
+  template <template <class> class CellOf>
+  void recur(CellTag<CellOf>, std::int64_t l, const char* fed) const {
+    with_options<true>(plan_,
+                       [&](const auto& options) { recur_with<CellOf<VF>>(options, l, fed); });
   }
   template <class Cell, class O>
   void recur_with(const O& options, std::int64_t l, const char* fed) const {

@@ -11,6 +11,7 @@
 // norms) are fp32, padded with zeros to whole panels and in the order of the panels.
 #pragma once
 
+#include "../cells/kind.h"
 #include "../core/types.h"
 #include "thread_team.h"
 
@@ -59,9 +60,13 @@ struct LayerPlan {
   Matrix up, down;  // no data: no MLP
 };
 
+// The cells that layers may have.
+using CpuModelCells = CellList<CellKind::mingru, CellKind::minlstm>;
+
 struct Plan {
   std::int64_t layers = 0, width = 0, inner = 0, hidden = 0, vocab = 0, taps = 0;
-  bool lstm = false, linear_candidate = false, normalize_gates = true;
+  CellKind cell = {};
+  bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
   float eps = 0;
   // Rows [vocab, width] as `embedding_stored`; null: the head's matrix holds them.

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "../cells/traits.h"
+
 namespace minserve {
 
 namespace {
@@ -55,6 +57,11 @@ class Reader {
                    "plan has matrices of another type than the model");
     return kind;
   }
+  CellKind cell() {
+    const auto kind = static_cast<CellKind>(number(0, kCells - 1));
+    require_cell<CpuModelCells>(check_, traits_of(kind).name);
+    return kind;
+  }
   // Four numbers: type, weights, scale, bias.
   Matrix matrix(bool half, std::int64_t inputs, std::int64_t outputs, std::int64_t gates) {
     Matrix m;
@@ -91,7 +98,7 @@ LayerPlan read_layer(Reader& from, const Plan& plan) {
                     (plan.taps > 0) == (layer.pointwise.data != nullptr),
                 "plan must have all of a convolution or nothing");
   layer.cell_norm = from.needed(width);
-  layer.gates = from.matrix(plan.half, width, inner, plan.lstm ? 3 : 2);
+  layer.gates = from.matrix(plan.half, width, inner, traits_of(plan.cell).preactivations);
   check.require(layer.gates.data, "plan leaves out a gate matrix");
   layer.out = from.matrix(plan.half, inner, width, 1);
   check.require(layer.out.data || inner == width, "plan leaves out an out projection");
@@ -119,7 +126,7 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   PackedModel model;
   Plan& p = model.plan;
   from.number(kVersion, kVersion);
-  p.lstm = from.number(0, 1);
+  p.cell = from.cell();
   p.linear_candidate = from.number(0, 1);
   p.normalize_gates = from.number(0, 1);
   p.half = from.number(0, 1);

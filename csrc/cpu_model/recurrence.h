@@ -6,8 +6,7 @@
 // has all rows of its channels, one after the other, while they come from the product.
 #pragma once
 
-#include "../cells/minlstm.h"
-#include "../cells/mingru.h"
+#include "../cells/dispatch.h"
 #include "rows.h"
 
 namespace minserve {
@@ -43,6 +42,7 @@ class Sequences {
 template <class Cell, class O, class Fed>
 class Recurrence {
  public:
+  static_assert(kIsPlain<Cell>);
   // state: [slots, inner], rows `slot_stride` apart; h: rows `h_stride` bytes apart.
   Recurrence(const O& options, const Matrix& gates, const Layout& layout, float* state,
              std::int64_t slot_stride, char* h, std::int64_t h_stride, std::int64_t first)
@@ -78,7 +78,7 @@ class Recurrence {
         VF in[Cell::kInputs];
 #pragma GCC unroll 4
         for (int n = 0; n < Cell::kInputs; ++n) in[n] = out.vector(p + n, part);
-        const Affine<VF> step = Cell::affine(options_, in);
+        const Affine<VF> step = Cell::coefficients(options_, in);
         if (left >= kWidth) {
           Fed::put(h, c, advance(*lane, step, when, state + c, Full{}));
         } else {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../cells/kind.h"
 #include "../core/types.h"
 
 namespace minserve {
@@ -30,6 +31,9 @@ struct NormedArgs {
   const bf16* weight = nullptr;  // [width]
 };
 
+// The cells whose step a kernel computes.
+using NormedCells = CellList<CellKind::mingru, CellKind::minlstm>;
+
 namespace cuda {
 
 // y = x / norm * weight.
@@ -39,7 +43,7 @@ void rms_norm(const NormedArgs& args, int device, void* stream);
 void normed_gelu(const NormedArgs& args, int device, void* stream);
 
 // A cell's step from y / norm + bias.
-void normed_step(const NormedArgs& args, int gates, int device, void* stream);
+void normed_step(const NormedArgs& args, CellKind cell, int device, void* stream);
 
 }  // namespace cuda
 }  // namespace minserve

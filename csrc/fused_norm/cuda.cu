@@ -1,7 +1,6 @@
 // The launches of the kernels between two library products.
 #include "../core/launch.cuh"
-#include "../cells/minlstm.h"
-#include "../cells/mingru.h"
+#include "../cells/dispatch.h"
 #include "kernel.cuh"
 
 namespace minserve {
@@ -15,7 +14,7 @@ Grid grid_of_rows(const NormedArgs& args, unsigned threads) {
 }
 
 template <template <class> class CellOf>
-void step(const NormedArgs& args, cudaStream_t stream) {
+void step(CellTag<CellOf>, const NormedArgs& args, cudaStream_t stream) {
   const Grid grid = grid_of_rows(args, normed_threads(args, 1));
   if (args.linear_candidate || !args.normalize_gates) {
     const AnyOptions options{args.linear_candidate, args.normalize_gates};
@@ -41,10 +40,10 @@ void normed_gelu(const NormedArgs& args, int device, void* stream) {
                                     "normed gelu", args);
 }
 
-void normed_step(const NormedArgs& args, int gates, int device, void* stream) {
+void normed_step(const NormedArgs& args, CellKind cell, int device, void* stream) {
   const DeviceGuard guard(device);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  gates == 2 ? step<MinGruCell>(args, on) : step<MinLstmCell>(args, on);
+  with_cell<NormedCells>(cell, [&](auto tag) { step(tag, args, on); });
 }
 
 }  // namespace cuda

@@ -120,6 +120,7 @@ template <template <class> class CellOf, class O>
 __global__ void __maxnreg__(kStepRegisters)
     normed_step_kernel(const __grid_constant__ NormedArgs args, const O options) {
   using Cell = CellOf<float>;
+  static_assert(kIsPlain<Cell>);
   extern __shared__ uint4 memory[];
   const std::int64_t row = blockIdx.x;
   const bf16* const y = args.y + row * args.channels * Cell::kInputs;
@@ -153,7 +154,7 @@ __global__ void __maxnreg__(kStepRegisters)
       float element[Cell::kInputs];
 #pragma unroll
       for (int gate = 0; gate < Cell::kInputs; ++gate) element[gate] = in[gate][i];
-      const Affine<float> affine = Cell::affine(options, element);
+      const Affine<float> affine = Cell::coefficients(options, element);
       h[i] = real ? fmadd(affine.a, state[i], affine.b) : 0.0f;
     }
     if (real) {

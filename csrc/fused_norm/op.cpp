@@ -1,6 +1,7 @@
 // The operators between two library products: checks, outputs, arguments. CUDA only.
 #include <cstdint>
 
+#include "../cells/traits.h"
 #include "../core/operators.h"
 #include "args.h"
 
@@ -65,15 +66,15 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
 
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots_given,
-                   bool linear_candidate, bool normalize_gates) {
+                   const std::string& cell, bool linear_candidate, bool normalize_gates) {
   const Check check("normed_step_", x, "x");
   NormedArgs args = normed_args(check, x, eps, y, bias, ahead);
   check.require(state.dim() == 2, "state must be [num_slots, channels], got ", describe(state));
-  const std::int64_t channels = state.size(1), gates = channels > 0 ? args.channels / channels : 0;
-  check.require(
-      (gates == 2 || gates == 3) && gates * channels == args.channels && channels % 8 == 0,
-      "y must have two or three columns for each channel of state, a multiple of 8; got ",
-      describe(y), " and ", describe(state));
+  const CellKind kind = require_cell<NormedCells>(check, cell);
+  const std::int64_t channels = state.size(1), gates = traits_of(kind).preactivations;
+  check.require(gates * channels == args.channels && channels % 8 == 0, "y must have ", gates,
+                " columns for each channel of state, a multiple of 8; got ", describe(y), " and ",
+                describe(state));
   check_state(check, state, channels);
   check.require(state.stride(0) % 4 == 0 &&
                     reinterpret_cast<std::uintptr_t>(state.const_data_ptr()) % kAlignment == 0,
@@ -90,7 +91,7 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
   const Tensor out = torch::stable::new_empty(x, {args.rows, channels});
   args.out = static_cast<bf16*>(out.mutable_data_ptr());
   if (args.rows > 0) {
-    cuda::normed_step(args, static_cast<int>(gates), x.get_device_index(), current_stream(x));
+    cuda::normed_step(args, kind, x.get_device_index(), current_stream(x));
   }
   return out;
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../cells/kind.h"
 #include "../core/types.h"
 
 namespace minserve {
@@ -15,6 +16,9 @@ enum class Epilogue : int {
   logits,    // y in fp32
   residual,  // x += y; x times the next norm's weight; sums of squares of x; x += ahead
 };
+
+// The cells whose step an epilogue computes.
+using GemmCells = CellList<CellKind::mingru, CellKind::minlstm>;
 
 // Rows of x whose squares are summed together; a norm adds these sums up in their order.
 constexpr int kSquareRows = 64;

@@ -4,11 +4,12 @@
 // Sixteen neighbouring threads have the kSquareRows channels whose squares are summed together.
 #pragma once
 
+#include <optional>
+
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
 #include "../core/gelu.cuh"
-#include "../cells/minlstm.h"
-#include "../cells/mingru.h"
+#include "../cells/dispatch.h"
 #include "args.h"
 #include "epilogue_operands.cuh"
 
@@ -161,10 +162,36 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPositio
   out.store(static_cast<bf16*>(args.out) + at.offset(args));
 }
 
+// What follows a product: the step of a cell, whose gates are rows of W for each channel, or an
+// epilogue of rows.
+template <template <class> class CellOf>
+struct StepOf {
+  using Cell = CellTag<CellOf>;
+  static constexpr int kGates = CellOf<float>::kPreactivations;
+  static constexpr bool kStepping = true;
+  static_assert(kIsPlain<CellOf<float>>);
+  static_assert(kGates == 2 || kGates == 3, "tiles of rows are laid out for these");
+};
+struct NoStep {
+  static constexpr int kGates = 1;
+  static constexpr bool kStepping = false;
+};
+
+template <class F, template <class> class CellOf>
+void call_with(const F& f, CellTag<CellOf>) {
+  f(StepOf<CellOf>{});
+}
+// Calls f with the StepOf of a cell, or with NoStep.
+template <class F>
+void with_step(std::optional<CellKind> cell, const F& f) {
+  if (!cell) return f(NoStep{});
+  with_cell<GemmCells>(*cell, [&](auto tag) { call_with(f, tag); });
+}
+
 // One step from a quad's pre-activations.
 template <template <class> class CellOf>
-__device__ __forceinline__ void step_quad(const GemmArgs& args, const QuadPosition& at,
-                                          Before<true>& before,
+__device__ __forceinline__ void step_quad(CellTag<CellOf>, const GemmArgs& args,
+                                          const QuadPosition& at, Before<true>& before,
                                           const Quad<bf16> (&pre)[CellOf<float>::kInputs]) {
   using Cell = CellOf<float>;
   const bool real = before.row != nullptr;
@@ -175,7 +202,7 @@ __device__ __forceinline__ void step_quad(const GemmArgs& args, const QuadPositi
       float in[Cell::kInputs];
 #pragma unroll
       for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate] = pre[gate][i];
-      const Affine<float> affine = Cell::affine(options, in);
+      const Affine<float> affine = Cell::coefficients(options, in);
       h[i] = real ? fmadd(affine.a, before.state[i], affine.b) : 0.0f;
     }
   };
@@ -197,7 +224,7 @@ __device__ __forceinline__ void step_quad(const GemmArgs& args, const QuadPositi
 // so that stepping differs from scanning by nothing but the order of a product's sums.
 template <template <class> class CellOf, int kChannels>
 __device__ __forceinline__ void step_epilogue(
-    const GemmArgs& args, const QuadPosition& at,
+    CellTag<CellOf> cell, const GemmArgs& args, const QuadPosition& at,
     const EpilogueOperands<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
     float (&y)[CellOf<float>::kInputs][kQuad]) {
   Quad<bf16> pre[CellOf<float>::kInputs];
@@ -206,7 +233,7 @@ __device__ __forceinline__ void step_epilogue(
     add_bias(args, vectors.bias[gate] + at.own_channel, y[gate]);
     pre[gate].set(y[gate]);
   }
-  step_quad<CellOf>(args, at, before, pre);
+  step_quad(cell, args, at, before, pre);
 }
 
 }  // namespace cuda

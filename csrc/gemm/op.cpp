@@ -1,6 +1,7 @@
 // GEMMs with their epilogues: checks, outputs, arguments. CUDA only.
 #include <cstdint>
 
+#include "../cells/traits.h"
 #include "../core/operators.h"
 #include "launch.h"
 #include "../core/require_sm90.h"
@@ -73,9 +74,10 @@ struct Maps {
     norm.eps = static_cast<float>(eps);
   }
 
-  void run(const GemmArgs& args, const Tensor& x, const Tensor& weight, int gates) const {
+  void run(const GemmArgs& args, const Tensor& x, const Tensor& weight,
+           std::optional<CellKind> cell = std::nullopt) const {
     if (args.tokens == 0) return;
-    cuda::gemm(args, weight.const_data_ptr(), x.const_data_ptr(), gates, x.get_device_index(),
+    cuda::gemm(args, weight.const_data_ptr(), x.const_data_ptr(), cell, x.get_device_index(),
                current_stream(x));
   }
 
@@ -119,7 +121,7 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels},
                                         logits ? ScalarType::Float : x.scalar_type());
   args.out = out.mutable_data_ptr();
-  maps.run(args, x, weight, 1);
+  maps.run(args, x, weight);
   return out;
 }
 
@@ -151,16 +153,17 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
 
 Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
-                   bool linear_candidate, bool normalize_gates, bool batch_invariant) {
+                   const std::string& cell, bool linear_candidate, bool normalize_gates,
+                   bool batch_invariant) {
   const Maps maps("linear_step", x, "x", weight);
+  const CellKind kind = require_cell<GemmCells>(maps.check, cell);
+  const std::int64_t gates = traits_of(kind).preactivations;
   maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
                      describe(state));
-  const std::int64_t gates = state.size(1) > 0 ? weight.size(0) / state.size(1) : 0;
-  maps.check.require(
-      (gates == 2 || gates == 3) && gates * state.size(1) == weight.size(0) &&
-          state.size(1) % 8 == 0,
-      "weight must have two or three rows for each channel of state, a multiple of 8; got ",
-      describe(weight), " and ", describe(state));
+  maps.check.require(gates * state.size(1) == weight.size(0) && state.size(1) % 8 == 0,
+                     "weight must have ", gates,
+                     " rows for each channel of state, a multiple of 8; got ", describe(weight),
+                     " and ", describe(state));
   check_state(maps.check, state, state.size(1));
   maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
                      "rows of state must be aligned to 16 bytes");
@@ -177,7 +180,7 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   args.normalize_gates = normalize_gates;
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels});
   args.out = out.mutable_data_ptr();
-  maps.run(args, x, weight, static_cast<int>(gates));
+  maps.run(args, x, weight, kind);
   return out;
 }
 
@@ -198,7 +201,7 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
     args.ahead = ahead->const_data_ptr();
   }
   const Norm norm = prepare_norm(args, maps, y, norm_weight, squares);
-  maps.run(args, y, weight, 1);
+  maps.run(args, y, weight);
   return {norm.scaled, norm.squares};
 }
 

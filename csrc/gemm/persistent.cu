@@ -46,74 +46,71 @@ struct Call {
   }
 
   // Serial split-K: BatchInvariantHeuristic has chosen one of these.
-  template <int kGates>
+  template <class Step>
   void launch_serial_split_k(TileConfig tile, int parts) const {
-    if constexpr (kGates == 1) {
-      if (parts == 4) return launch<PersistentShape<1, 1, 1, 64, 4, true>>();  // each has two
-      if (parts == 2) return launch<PersistentShape<1, 1, 1, 64, 2, true>>();
+    if constexpr (!Step::kStepping) {
+      if (parts == 4) return launch<PersistentShape<Step, 1, 1, 64, 4, true>>();  // each has two
+      if (parts == 2) return launch<PersistentShape<Step, 1, 1, 64, 2, true>>();
       if (tile == TileConfig::persistent_192_128)
-        return launch<PersistentShape<1, 3, 1, 128, 1, true>>();
+        return launch<PersistentShape<Step, 3, 1, 128, 1, true>>();
     }
-    if constexpr (kGates < 3) {
+    if constexpr (Step::kGates < 3) {
       if (tile == TileConfig::persistent_64_32)
-        return launch<PersistentShape<kGates, 1, 1, 32, 1, true>>();
+        return launch<PersistentShape<Step, 1, 1, 32, 1, true>>();
       if (tile == TileConfig::persistent_64_64)
-        return launch<PersistentShape<kGates, 1, 1, 64, 1, true>>();
+        return launch<PersistentShape<Step, 1, 1, 64, 1, true>>();
       if (tile == TileConfig::persistent_128_64)
-        return launch<PersistentShape<kGates, 2, 1, 64, 1, true>>();
+        return launch<PersistentShape<Step, 2, 1, 64, 1, true>>();
       if (tile == TileConfig::persistent_128_128)
-        return launch<PersistentShape<kGates, 2, 1, 128, 1, true>>();
+        return launch<PersistentShape<Step, 2, 1, 128, 1, true>>();
     }
     if (tile == TileConfig::persistent_192_96)
-      return launch<PersistentShape<kGates, 3, 1, 96, 1, true>>();
-    launch<PersistentShape<kGates, 3, 1, 64, 1, true>>();
+      return launch<PersistentShape<Step, 3, 1, 96, 1, true>>();
+    launch<PersistentShape<Step, 3, 1, 64, 1, true>>();
   }
-  template <int kGates>
+  template <class Step>
   void launch_tile(const GemmConfig& config) const {
-    if (config.serial_split_k > 1)
-      return launch_serial_split_k<kGates>(config.tile, config.split_k);
+    if (config.serial_split_k > 1) return launch_serial_split_k<Step>(config.tile, config.split_k);
     if (config.tile == TileConfig::persistent_192_64)
-      return launch_split_k<kGates, 3, 64>(config.split_k);
+      return launch_split_k<Step, 3, 64>(config.split_k);
     if (config.tile == TileConfig::persistent_192_96)
-      return launch<PersistentShape<kGates, 3, 1, 96>>();
-    if constexpr (kGates < 3) {
+      return launch<PersistentShape<Step, 3, 1, 96>>();
+    if constexpr (Step::kGates < 3) {
       switch (config.tile) {
         case TileConfig::persistent_64_32:
-          return launch<PersistentShape<kGates, 1, 1, 32>>();
+          return launch<PersistentShape<Step, 1, 1, 32>>();
         case TileConfig::persistent_64_64:
-          return launch_split_k<kGates, 1, 64>(config.split_k);
+          return launch_split_k<Step, 1, 64>(config.split_k);
         case TileConfig::persistent_128_64:
-          return launch_split_k<kGates, 2, 64>(config.split_k);
+          return launch_split_k<Step, 2, 64>(config.split_k);
         case TileConfig::persistent_128_128:
-          return launch_split_k<kGates, 2, 128>(config.split_k);
+          return launch_split_k<Step, 2, 128>(config.split_k);
         case TileConfig::persistent_256_128:
-          return launch<PersistentShape<kGates, 2, 2, 128>>();
+          return launch<PersistentShape<Step, 2, 2, 128>>();
         default:
           break;
       }
     }
-    launch<PersistentShape<kGates, 3, 1, 128>>();
+    launch<PersistentShape<Step, 3, 1, 128>>();
   }
-  template <int kGates, int kGroups, int kTokens>
+  template <class Step, int kGroups, int kTokens>
   void launch_split_k(int parts) const {
-    if constexpr (kGates == 1) {
-      if (parts == 2) return launch<PersistentShape<1, kGroups, 1, kTokens, 2>>();
+    if constexpr (!Step::kStepping) {
+      if (parts == 2) return launch<PersistentShape<Step, kGroups, 1, kTokens, 2>>();
       if constexpr (kGroups == 1) {
-        if (parts == 4) return launch<PersistentShape<1, 1, 1, kTokens, 4>>();
+        if (parts == 4) return launch<PersistentShape<Step, 1, 1, kTokens, 4>>();
       }
     }
-    launch<PersistentShape<kGates, kGroups, 1, kTokens>>();
+    launch<PersistentShape<Step, kGroups, 1, kTokens>>();
   }
 };
 
 }  // namespace
 
 void gemm_persistent(const GemmConfig& config, const GemmArgs& args, const void* weight,
-                     const void* input, int gates, int device, void* stream) {
+                     const void* input, std::optional<CellKind> cell, int device, void* stream) {
   const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
-  if (gates == 2) return call.launch_tile<2>(config);
-  if (gates == 3) return call.launch_tile<3>(config);
-  call.launch_tile<1>(config);
+  with_step(cell, [&](auto step) { call.launch_tile<decltype(step)>(config); });
 }
 
 }  // namespace cuda

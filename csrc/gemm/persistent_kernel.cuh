@@ -27,12 +27,13 @@ namespace cuda {
 // kGroups warpgroups of kBlocks blocks of 64 rows each; kSplitK blocks have a part of the inputs
 // each, and then one tile. kSerialSplitK: a block takes parts of its inputs one after the other; of
 // kSplitK blocks each takes two.
-template <int kGates_, int kGroups_, int kBlocks_, int kTokens_, int kSplitK_ = 1,
+template <class Step_, int kGroups_, int kBlocks_, int kTokens_, int kSplitK_ = 1,
           bool kSerialSplitK_ = false>
 struct PersistentShape {
-  static constexpr int kGates = kGates_, kGroups = kGroups_, kBlocks = kBlocks_;
+  using Step = Step_;
+  static constexpr int kGates = Step::kGates, kGroups = kGroups_, kBlocks = kBlocks_;
   static constexpr int kTokens = kTokens_, kSplitK = kSplitK_;
-  static constexpr bool kStepping = kGates > 1, kIsSplit = kSplitK > 1,
+  static constexpr bool kStepping = Step::kStepping, kIsSplit = kSplitK > 1,
                         kSerialSplitK = kSerialSplitK_;
   static_assert(kGates < 3 || (kGroups == 3 && kBlocks == 1), "a warpgroup for each gate");
   static_assert(kSplitK == 1 || kSplitK == 2 || kSplitK == 4, "each sends the others' sums");

@@ -34,9 +34,10 @@ void launch_shape(const GemmArgs& args, const void* weight, const void* input, i
       .launch(&small_batch_kernel<S>, "GEMM", weights, inputs, args);
 }
 
-template <int kGates>
-void launch_gemm(GemmArgs args, const void* weight, const void* input, int device,
-                 cudaStream_t stream) {
+template <class Step>
+void launch_gemm(GemmArgs args, const void* weight, const void* input, std::optional<CellKind> cell,
+                 int device, cudaStream_t stream) {
+  constexpr int kGates = Step::kGates;
   const GemmConfig config =
       args.batch_invariant
           ? BatchInvariantHeuristic(args.channels, args.inputs, kGates, args.tokens).choose()
@@ -46,29 +47,28 @@ void launch_gemm(GemmArgs args, const void* weight, const void* input, int devic
   };
   switch (config.tile) {
     case TileConfig::tokens_8:
-      return launch(SmallBatchShape<kGates, 8>());
+      return launch(SmallBatchShape<Step, 8>());
     case TileConfig::tokens_16:
-      return launch(SmallBatchShape<kGates, 16>());
+      return launch(SmallBatchShape<Step, 16>());
     case TileConfig::tokens_32:
-      return launch(SmallBatchShape<kGates, 32>());
+      return launch(SmallBatchShape<Step, 32>());
     case TileConfig::tokens_64:
-      return launch(SmallBatchShape<kGates, 64, true>());
+      return launch(SmallBatchShape<Step, 64, true>());
     default:
       break;
   }
   args.serial_split_k = config.serial_split_k;
-  gemm_persistent(config, args, weight, input, kGates, device, stream);
+  gemm_persistent(config, args, weight, input, cell, device, stream);
 }
 
 }  // namespace
 
-void gemm(const GemmArgs& args, const void* weight, const void* input, int gates, int device,
-          void* stream) {
+void gemm(const GemmArgs& args, const void* weight, const void* input, std::optional<CellKind> cell,
+          int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (gates == 2) return launch_gemm<2>(args, weight, input, device, on);
-  if (gates == 3) return launch_gemm<3>(args, weight, input, device, on);
-  launch_gemm<1>(args, weight, input, device, on);
+  with_step(cell,
+            [&](auto step) { launch_gemm<decltype(step)>(args, weight, input, cell, device, on); });
 }
 
 void embed(const EmbedArgs& args, int device, void* stream) {

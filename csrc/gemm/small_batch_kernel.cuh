@@ -17,12 +17,12 @@
 namespace minserve {
 namespace cuda {
 
-// kGates: rows of W for each channel, 1 where no recurrence follows. The block has a block of 64
-// rows for each gate, of 64 channels.
-template <int kGates_, int kTokens_, bool kDeep = false>
+// The block has a block of 64 rows for each gate, of 64 channels. Step: epilogue.cuh.
+template <class Step_, int kTokens_, bool kDeep = false>
 struct SmallBatchShape {
-  static constexpr int kGates = kGates_, kTokens = kTokens_;
-  static constexpr bool kStepping = kGates > 1;
+  using Step = Step_;
+  static constexpr int kGates = Step::kGates, kTokens = kTokens_;
+  static constexpr bool kStepping = Step::kStepping;
   static constexpr int kComputing = kGroupThreads;
   // One warp copies, one prepares; with two more, all run the epilogue.
   static constexpr int kThreads = kComputing + 128;
@@ -247,12 +247,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
     }
-    if constexpr (!S::kStepping) {
-      epilogue(args, at, vectors, before, y[0]);
-    } else if constexpr (S::kGates == 2) {
-      step_epilogue<MinGruCell>(args, at, vectors, before, y);
+    if constexpr (S::kStepping) {
+      step_epilogue(typename S::Step::Cell{}, args, at, vectors, before, y);
     } else {
-      step_epilogue<MinLstmCell>(args, at, vectors, before, y);
+      epilogue(args, at, vectors, before, y[0]);
     }
   }
   __syncwarp();

@@ -269,11 +269,7 @@ struct Tile {
           pre[gate].load(reinterpret_cast<const bf16*>(
               gates[gate] + offset_of(at.own_token, row / 2) + row % 2 * 8));
         }
-        if constexpr (S::kGates == 2) {
-          step_quad<MinGruCell>(args, at, states[i], pre);
-        } else {
-          step_quad<MinLstmCell>(args, at, states[i], pre);
-        }
+        step_quad(typename S::Step::Cell{}, args, at, states[i], pre);
       }
     }
   }

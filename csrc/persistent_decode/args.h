@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../cells/kind.h"
 #include "../core/types.h"
 
 namespace minserve {
@@ -92,13 +93,16 @@ constexpr int bytes_of_block(WeightType type, bool split, int rows) {
   return rows * inputs_of_block(type) * 2 + (split ? 16 * kMostSplit : 0);
 }
 
+// The cells that a model may have.
+using PersistentDecodeCells = CellList<CellKind::mingru, CellKind::minlstm>;
+
 struct PersistentDecodeArgs {
   int phases = 0;
   int batch = 0;
   bool in_pieces = false;        // some inputs have no room at once
   bool batch_invariant = false;  // sums are the bits of gemm/ in batch-invariant mode; bf16 only
   WeightType weights = WeightType::bf16;
-  int gates = 0;        // 2: minGRU, 3: minLSTM
+  CellKind cell_kind = {};
   int taps = 0;         // 0: no convolutions
   int ids = 0;          // rows of the table
   int width = 0;        // of the residual stream

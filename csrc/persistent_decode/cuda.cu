@@ -48,30 +48,30 @@ void launch(PersistentDecodeArgs& args, int device, cudaStream_t on) {
       .launch(kKernel, "a whole step", args);
 }
 
+template <WeightType kType, bool kSplit, bool kBatchInvariant, bool kPieces, int kColumnTiles,
+          template <class> class CellOf>
+void launch_options(CellTag<CellOf>, PersistentDecodeArgs& args, int device, cudaStream_t on) {
+  if (args.linear_candidate || !args.normalize_gates) {
+    launch<CellOf, true, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(args, device, on);
+  } else {
+    launch<CellOf, false, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(args, device, on);
+  }
+}
+
 template <WeightType kType, bool kSplit, bool kBatchInvariant, bool kPieces>
 void launch_cell(PersistentDecodeArgs& args, int device, cudaStream_t on) {
-  const bool any = args.linear_candidate || !args.normalize_gates;
-  if (args.gates == 2) {
-    any ? launch<MinGruCell, true, kType, kSplit, kBatchInvariant, kPieces, 1>(args, device, on)
-        : launch<MinGruCell, false, kType, kSplit, kBatchInvariant, kPieces, 1>(args, device, on);
-  } else {
-    any ? launch<MinLstmCell, true, kType, kSplit, kBatchInvariant, kPieces, 1>(args, device, on)
-        : launch<MinLstmCell, false, kType, kSplit, kBatchInvariant, kPieces, 1>(args, device, on);
-  }
+  with_cell<PersistentDecodeCells>(args.cell_kind, [&](auto cell) {
+    launch_options<kType, kSplit, kBatchInvariant, kPieces, 1>(cell, args, device, on);
+  });
 }
 
 // Of two column tiles. One kernel whether inputs come in pieces or not: those of so many rows
 // mostly do.
 void launch_column_tiles(PersistentDecodeArgs& args, int device, cudaStream_t on) {
   static_assert(kMostColumnTiles == 2);
-  const bool any = args.linear_candidate || !args.normalize_gates;
-  if (args.gates == 2) {
-    any ? launch<MinGruCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
-        : launch<MinGruCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
-  } else {
-    any ? launch<MinLstmCell, true, WeightType::bf16, false, false, true, 2>(args, device, on)
-        : launch<MinLstmCell, false, WeightType::bf16, false, false, true, 2>(args, device, on);
-  }
+  with_cell<PersistentDecodeCells>(args.cell_kind, [&](auto cell) {
+    launch_options<WeightType::bf16, false, false, true, 2>(cell, args, device, on);
+  });
 }
 
 template <WeightType kType, bool kBatchInvariant = false>

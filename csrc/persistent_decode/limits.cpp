@@ -6,7 +6,7 @@ namespace minserve {
 
 std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& plan_numbers,
                                                                   std::int64_t weight_type,
-                                                                  std::int64_t gates,
+                                                                  const std::string& cell,
                                                                   bool batch_invariant,
                                                                   std::int64_t multiprocessors) {
   const Check check("whole_step", plan_numbers, "plan");
@@ -14,7 +14,7 @@ std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& 
   check.require(multiprocessors >= 1 && multiprocessors <= (1 << 16),
                 "multiprocessors must be at least 1, got ", multiprocessors);
   try {
-    const Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, batch_invariant,
+    const Plan plan(check, numbers, plan_numbers.size(0), weight_type, cell, batch_invariant,
                     static_cast<int>(multiprocessors));
     const int rows = plan.most_batch();
     return {rows, rows > 0 ? "" : "one row's inputs have no room in shared memory"};

@@ -125,13 +125,13 @@ Tensor persistent_decode(const Tensor& tokens, const Tensor& slots_given,
                          const std::vector<Tensor>& tensors, const Tensor& maps,
                          const Tensor& plan_numbers, const Tensor& cell, const MaybeTensor& conv,
                          const Tensor& exchange, const Tensor& ended, std::int64_t weight_type,
-                         std::int64_t gates, double eps, bool linear_candidate,
+                         const std::string& kind, double eps, bool linear_candidate,
                          bool normalize_gates, bool batch_invariant) {
   const Check check("whole_step", tokens, "tokens");
   require_hopper(check, tokens);
   const int device = tokens.get_device_index();
   const std::int64_t* numbers = Plan::numbers_of(check, plan_numbers);
-  Plan plan(check, numbers, plan_numbers.size(0), weight_type, gates, batch_invariant,
+  Plan plan(check, numbers, plan_numbers.size(0), weight_type, kind, batch_invariant,
             cuda::persistent_decode_blocks(device));
   PersistentDecodeArgs& args = plan.args;
   const PhaseTensors of_phases(check, tensors, maps, plan, device);
@@ -165,7 +165,6 @@ Tensor persistent_decode(const Tensor& tokens, const Tensor& slots_given,
   check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
   check.require(exchange.is_contiguous(), "exchange must be contiguous");
 
-  args.gates = static_cast<int>(gates);
   args.linear_candidate = linear_candidate;
   args.normalize_gates = normalize_gates;
   args.eps = static_cast<float>(eps);

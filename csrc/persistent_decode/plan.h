@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../cells/traits.h"
 #include "../core/tensor_checks.h"
 #include "../gemm/args.h"
 #include "../gemm/heuristics_deterministic.h"
@@ -45,11 +46,12 @@ class Plan {
   }
 
   Plan(const Check& check, const std::int64_t* numbers, std::int64_t phases,
-       std::int64_t weight_type, std::int64_t gates, bool batch_invariant, int blocks)
-      : check_(check), gates_(gates), blocks_(blocks) {
+       std::int64_t weight_type, const std::string& cell, bool batch_invariant, int blocks)
+      : check_(check), blocks_(blocks) {
     check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
                   "weight_type must be 0, 1 or 2, got ", weight_type);
-    check.require(gates == 2 || gates == 3, "gates must be 2 or 3, got ", gates);
+    args.cell_kind = require_cell<PersistentDecodeCells>(check, cell);
+    gates_ = traits_of(args.cell_kind).preactivations;
     args.weights = static_cast<WeightType>(weight_type);
     if (batch_invariant || args.weights != WeightType::bf16) most_batch_ = kColumns;
     args.batch_invariant = batch_invariant;
@@ -202,7 +204,7 @@ class Plan {
   }
 
   const Check& check_;
-  std::int64_t gates_;
+  std::int64_t gates_ = 0;
   int blocks_, next_block_ = 0;
   int most_batch_ = kMostTokens;
 };

@@ -64,9 +64,12 @@ MS_DECLARE_PER_ISA(
     // scan_cpu.h; linear_row_kernel: where the streams' stride is 1, channels lying layout.time
     // elements apart.
     ScanFn linear_kernel(Dtype dtype, bool backward);
-    ScanFn linear_row_kernel(Dtype dtype, bool backward);
-    ScanFn mingru_kernel(Dtype dtype, bool backward);
-    ScanFn minlstm_kernel(Dtype dtype, bool backward);)
+    ScanFn linear_row_kernel(Dtype dtype, bool backward);)
+// NAME_kernel of each cell.
+#define MINSERVE_CELL(name, Forward, Backward) \
+  MS_DECLARE_PER_ISA(ScanFn name##_kernel(Dtype dtype, bool backward);)
+#include "../cells/cells.def"
+#undef MINSERVE_CELL
 
 #ifdef MINSERVE_CUDA
 // All enqueue on the stream.
@@ -77,8 +80,11 @@ void linear_scan(const ScanArgs& args, Dtype dtype, bool backward, int device, v
 // linear_scan where the streams' stride is 1: channels lie layout.time elements apart.
 std::int64_t row_scan_workspace_bytes(const Layout& layout, Dtype dtype);
 void linear_scan_rows(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
-void mingru(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
-void minlstm(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
+// A function of each cell, of its name.
+#define MINSERVE_CELL(name, Forward, Backward) \
+  void name(const ScanArgs& args, Dtype dtype, bool backward, int device, void* stream);
+#include "../cells/cells.def"
+#undef MINSERVE_CELL
 }  // namespace cuda
 #endif
 

@@ -14,16 +14,19 @@ namespace {
 // every instruction set: it is a quarter of what these files take to compile.
 #define MS_SCAN_BY_ISA(name) (dtype == Dtype::f64 ? &generic::name : MS_BY_ISA(name))
 
-ScanFn scan_kernel(Recurrence recurrence, bool in_rows, Dtype dtype, bool backward) {
-  switch (recurrence) {
-    case Recurrence::linear:
-      return in_rows ? MS_SCAN_BY_ISA(linear_row_kernel)(dtype, backward)
-                     : MS_SCAN_BY_ISA(linear_kernel)(dtype, backward);
-    case Recurrence::mingru:
-      return MS_SCAN_BY_ISA(mingru_kernel)(dtype, backward);
-    default:
-      return MS_SCAN_BY_ISA(minlstm_kernel)(dtype, backward);
+ScanFn scan_kernel(std::optional<CellKind> cell, bool in_rows, Dtype dtype, bool backward) {
+  if (!cell) {
+    return in_rows ? MS_SCAN_BY_ISA(linear_row_kernel)(dtype, backward)
+                   : MS_SCAN_BY_ISA(linear_kernel)(dtype, backward);
   }
+  switch (*cell) {
+#define MINSERVE_CELL(name, Forward, Backward) \
+  case CellKind::name:                         \
+    return MS_SCAN_BY_ISA(name##_kernel)(dtype, backward);
+#include "../cells/cells.def"
+#undef MINSERVE_CELL
+  }
+  no_kernel_of(*cell);
 }
 
 // Where time is contiguous, channels that a thread reads side by side: a line of floats. The pages
@@ -72,7 +75,7 @@ struct Work {  // a scan on the CPU
 // second-level cache.
 constexpr std::int64_t kWaveBytes = 512 * 1024;
 
-void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
+void run_scan_cpu(ScanArgs args, std::optional<CellKind> cell, Dtype dtype, bool backward,
                   const Tensor& like) {
   const Layout& lay = args.layout;
   const std::int64_t threads = torch::stable::get_num_threads();
@@ -82,9 +85,8 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
   const std::int64_t row_bytes = lay.channels * bytes_of(like);
 
   // Only linear_scan has streams of stride 1 and more channels than one: time is contiguous there.
-  const bool in_rows =
-      recurrence == Recurrence::linear && args.inputs[0].stride == 1 && lay.channels > 1;
-  Work work{args, scan_kernel(recurrence, in_rows, dtype, backward), {}};
+  const bool in_rows = !cell && args.inputs[0].stride == 1 && lay.channels > 1;
+  Work work{args, scan_kernel(cell, in_rows, dtype, backward), {}};
   CpuTiling& tiling = work.tiling;
   tiling.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;
@@ -114,24 +116,24 @@ void run_scan_cpu(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backwa
 
 }  // namespace
 
-void run_scan(ScanArgs args, Recurrence recurrence, Dtype dtype, bool backward,
+void run_scan(ScanArgs args, std::optional<CellKind> cell, Dtype dtype, bool backward,
               const Tensor& like) {
   const Layout& lay = args.layout;
   if (lay.channels == 0 || lay.sequences + lay.tokens == 0) return;
-  if (like.is_cpu()) return run_scan_cpu(args, recurrence, dtype, backward, like);
+  if (like.is_cpu()) return run_scan_cpu(args, cell, dtype, backward, like);
 #ifdef MINSERVE_CUDA
   const int device = like.get_device_index();
   void* stream = current_stream(like);
   const Tensor workspace =
       torch::stable::new_empty(like, {cuda::scan_workspace_bytes(lay, dtype)}, ScalarType::Byte);
   args.workspace = workspace.mutable_data_ptr();
-  switch (recurrence) {
-    case Recurrence::linear:
-      return cuda::linear_scan(args, dtype, backward, device, stream);
-    case Recurrence::mingru:
-      return cuda::mingru(args, dtype, backward, device, stream);
-    case Recurrence::minlstm:
-      return cuda::minlstm(args, dtype, backward, device, stream);
+  if (!cell) return cuda::linear_scan(args, dtype, backward, device, stream);
+  switch (*cell) {
+#define MINSERVE_CELL(name, Forward, Backward) \
+  case CellKind::name:                         \
+    return cuda::name(args, dtype, backward, device, stream);
+#include "../cells/cells.def"
+#undef MINSERVE_CELL
   }
 #else
   no_cuda();

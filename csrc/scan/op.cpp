@@ -1,5 +1,6 @@
-// linear_scan; scan, step and training scan of minGRU and minLSTM; and their backwards: checks,
-// outputs, arguments.
+// linear_scan; scan, step and training scan of the cells; and their backwards: checks, outputs,
+// arguments.
+#include "../cells/traits.h"
 #include "../core/operators.h"
 #include "launch.h"
 
@@ -73,35 +74,36 @@ class Tensors {
   Layout layout_;
 };
 
-// --- minGRU and minLSTM: both map pre [tokens, gates * channels] to h [tokens, channels] and
-// differ in the number of gates, the recurrence and its options.
+// --- cells: all map pre [tokens, kPreactivations * channels] to h [tokens, channels] and differ in
+// what they read of it, the recurrence and its options.
 
 struct Gated {
-  Recurrence recurrence;
-  std::int64_t gates;
-  const char* pre_shape;  // for messages
-  bool linear_candidate;
-  bool normalize_gates;
+  CellKind kind;
+  bool linear_candidate = false;
+  bool normalize_gates = true;
+
+  const CellTraits& traits() const { return traits_of(kind); }
 };
 
 Gated mingru(bool linear_candidate) {
-  return {Recurrence::mingru, 2, "[tokens, 2 * channels]", linear_candidate, true};
+  return {CellKind::mingru, linear_candidate};
 }
 
 Gated minlstm(bool linear_candidate, bool normalize_gates) {
-  return {Recurrence::minlstm, 3, "[tokens, 3 * channels]", linear_candidate, normalize_gates};
+  return {CellKind::minlstm, linear_candidate, normalize_gates};
 }
 
 std::int64_t check_pre(const Check& check, const Gated& cell, const Tensor& pre) {
-  check.require(pre.dim() == 2 && pre.size(1) % cell.gates == 0, "pre must be ", cell.pre_shape,
-                ", got ", describe(pre));
-  return pre.size(1) / cell.gates;
+  const int columns = cell.traits().preactivations;
+  check.require(pre.dim() == 2 && pre.size(1) % columns == 0, "pre must be [tokens, ", columns,
+                " * channels], got ", describe(pre));
+  return pre.size(1) / columns;
 }
 
 ScanArgs gate_args(const Gated& cell, const Layout& layout, const Tensor& pre) {
   ScanArgs args;
   args.layout = layout;
-  for (std::int64_t gate = 0; gate < cell.gates; ++gate) {
+  for (int gate = 0; gate < cell.traits().inputs; ++gate) {
     args.inputs[gate] = input_stream(pre, gate * layout.channels);
   }
   args.linear_candidate = cell.linear_candidate;
@@ -135,7 +137,7 @@ Tensor gated_scan(const char* op, const Gated& cell, const Tensor& pre_given,
   use_state(args, state);
   Tensor out = torch::stable::new_empty(pre, {pre.size(0), channels});
   args.outputs[0] = output_stream(out);
-  run_scan(args, cell.recurrence, dtype, false, pre);
+  run_scan(args, cell.kind, dtype, false, pre);
   return out;
 }
 
@@ -152,7 +154,7 @@ Tensor gated_step(const char* op, const Gated& cell, const Tensor& pre_given, co
   use_state(args, state);
   Tensor out = torch::stable::new_empty(pre, {pre.size(0), channels});
   args.outputs[0] = output_stream(out);
-  run_scan(args, cell.recurrence, dtype, false, pre);
+  run_scan(args, cell.kind, dtype, false, pre);
   return out;
 }
 
@@ -172,7 +174,7 @@ std::tuple<Tensor, Tensor> gated_train(const char* op, const Gated& cell, const 
   args.last = last.mutable_data_ptr();
   args.initial_stride = args.last_stride = channels;
   args.outputs[0] = output_stream(out);
-  run_scan(args, cell.recurrence, dtype, false, pre);
+  run_scan(args, cell.kind, dtype, false, pre);
   return {out, last};
 }
 
@@ -197,18 +199,19 @@ std::tuple<Tensor, Tensor> gated_train_backward(const char* op, const Gated& cel
   const MaybeTensor h0 = rows_per_sequence(check, h0_given, "h0", type, sequences, channels);
   const MaybeTensor grad_last =
       rows_per_sequence(check, grad_last_given, "grad_h_last", type, sequences, channels);
+  const int inputs = cell.traits().inputs;
   Tensor grad_pre = torch::stable::new_empty(pre, pre.sizes());
   Tensor grad_h0 = torch::stable::new_empty(pre, {sequences, channels}, type);
-  args.inputs[cell.gates] = input_stream(grad);
-  args.inputs[cell.gates + 1] = input_stream(h);
+  args.inputs[inputs] = input_stream(grad);
+  args.inputs[inputs + 1] = input_stream(h);
   args.h0 = h0 ? h0->const_data_ptr() : nullptr;
   args.initial = grad_last ? grad_last->const_data_ptr() : nullptr;
   args.last = grad_h0.mutable_data_ptr();
   args.initial_stride = args.last_stride = channels;
-  for (std::int64_t gate = 0; gate < cell.gates; ++gate) {
+  for (int gate = 0; gate < inputs; ++gate) {
     args.outputs[gate] = output_stream(grad_pre, gate * channels);
   }
-  run_scan(args, cell.recurrence, dtype, true, pre);
+  run_scan(args, cell.kind, dtype, true, pre);
   return {grad_pre, grad_h0};
 }
 
@@ -231,7 +234,7 @@ Tensor linear_scan(const Tensor& a_given, const Tensor& b_given, const MaybeTens
   args.initial = h0 ? h0->const_data_ptr() : nullptr;
   args.initial_stride = args.layout.channels;
   args.outputs[0] = tensors.write(out);
-  run_scan(args, Recurrence::linear, dtype, false, a);
+  run_scan(args, std::nullopt, dtype, false, a);
   return tensors.result(out);
 }
 
@@ -263,7 +266,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_scan_backward(const Tensor& grad_given
   args.last_stride = args.layout.channels;
   args.outputs[0] = tensors.write(grad_a);
   args.outputs[1] = tensors.write(grad_b);
-  run_scan(args, Recurrence::linear, dtype, true, a);
+  run_scan(args, std::nullopt, dtype, true, a);
   return {tensors.result(grad_a), tensors.result(grad_b), grad_h0};
 }
 

@@ -63,7 +63,7 @@ struct TileScan {
         V element[Cell::kInputs];
 #pragma unroll
         for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
-        Affine<V> step = Cell::affine(Memory::options(args), element);
+        Affine<V> step = Cell::coefficients(Memory::options(args), element);
         // Positions past the end change nothing, not even bits.
         if (!kFull && lane.position + k >= tile.count) step = {V(1), V(-0.0)};
         sum[v].b = fmadd(step.a, sum[v].b, step.b);
@@ -127,7 +127,7 @@ struct TileScan {
 #pragma unroll
           for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
         }
-        const Affine<V> step = !kHeld ? Cell::affine(Memory::options(args), element)
+        const Affine<V> step = !kHeld ? Cell::coefficients(Memory::options(args), element)
                                : kNextTile || k >= kInRegisters ? steps[v]
                                                                 : held[k < kInRegisters ? k : 0][v];
         const V after = fmadd(step.a, h[v], step.b);

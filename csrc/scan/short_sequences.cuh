@@ -188,7 +188,7 @@ struct ShortScan {
         V element[Cell::kInputs], of_element[1];
 #pragma unroll
         for (int n = 0; n < Cell::kInputs; ++n) element[n] = now[k][n][v];
-        Affine<V> step = Cell::affine(options, element);
+        Affine<V> step = Cell::coefficients(options, element);
         // Positions past the end change nothing, not even bits.
         if (position + k >= length) step = {V(1), V(-0.0)};
         sum[v].b = fmadd(step.a, sum[v].b, step.b);

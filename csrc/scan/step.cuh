@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     V element[Cell::kInputs];
 #pragma unroll
     for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
-    const Affine<V> step = Cell::affine(options, element);
+    const Affine<V> step = Cell::coefficients(options, element);
     h[v] = fmadd(step.a, state[v], step.b);
   }
   if (real && args.last) {

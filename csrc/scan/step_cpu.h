@@ -41,7 +41,7 @@ struct Step {
                   : load<V>(static_cast<const T*>(s.data) + row.index * s.stride + channel, lanes);
     }
     const V before = state(args.initial, row.slot * args.initial_stride + channel, lanes);
-    const Affine<V> step = Cell::affine(options, in);
+    const Affine<V> step = Cell::coefficients(options, in);
     const V after = fmadd(step.a, before, step.b);
     Cell::outputs(options, in, before, after, out);
 #pragma GCC unroll 8

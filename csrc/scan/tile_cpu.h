@@ -196,7 +196,7 @@ struct Tile {
       for (int v = 0; v < N; ++v) {
         V x[Cell::kInputs];
         for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
-        step[r][v] = Cell::affine(at.options, x);
+        step[r][v] = Cell::coefficients(at.options, x);
       }
     }
 #pragma GCC unroll 8

@@ -177,7 +177,7 @@ struct RowScan {
       for (int i = 0; i < kVec; ++i) {
         V one[Cell::kInputs];
         element(in, i, one);
-        const Affine<V> step = Cell::affine(UsualOptions{}, one);
+        const Affine<V> step = Cell::coefficients(UsualOptions{}, one);
         b[k] = i == 0 ? step.b : fmadd(step.a, b[k], step.b);
         a[k] = i == 0 ? step.a : step.a * a[k];
       }
@@ -269,7 +269,7 @@ struct RowScan {
     for (int i = 0; i < kVec; ++i) {
       V one[Cell::kInputs], result[Cell::kOutputs];
       element(in, i, one);
-      const Affine<V> step = Cell::affine(UsualOptions{}, one);
+      const Affine<V> step = Cell::coefficients(UsualOptions{}, one);
       const V before = h;
       h = fmadd(step.a, h, step.b);
       Cell::outputs(UsualOptions{}, one, before, h, result);

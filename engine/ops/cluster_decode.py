@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.library import preactivations_of
 
 # Blocks that share a model's weights.
 BLOCKS = 16
@@ -62,7 +62,7 @@ class ClusterProgram:
             hidden states, for a separate head.
         head_bias: [vocabulary].
         norm: without a head, the last norm's weight [d_model].
-        gates: 2: minGRU, 3: minLSTM.
+        cell: name of the recurrence.
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
         eps: the norms' epsilon.
@@ -79,17 +79,18 @@ class ClusterProgram:
         head_bias: Tensor | None,
         *,
         norm: Tensor | None = None,
-        gates: int,
+        cell: str,
         linear_candidate: bool,
         normalize_gates: bool,
         eps: float,
     ) -> None:
         _require((head is None) == (norm is not None), "either a head or a norm is required")
+        gates = preactivations_of(cell)
         _check(table, layers, head, head_bias, norm, gates)
         self._table, self._head_bias, self._norm = table, head_bias, norm
         self._vocabulary = 0 if head is None else len(head)
         self._hidden = 0 if layers[0].up is None else len(layers[0].up)
-        self._gates, self._eps = gates, eps
+        self._cell, self._eps = cell, eps
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         self._weights = _packed(layers, head, gates)
         self._taps = 0 if layers[0].taps is None else layers[0].taps.shape[1]
@@ -137,7 +138,7 @@ class ClusterProgram:
             conv,
             self._hidden,
             self._vocabulary,
-            self._gates,
+            self._cell,
             self._eps,
             self._linear_candidate,
             self._normalize_gates,
@@ -325,7 +326,7 @@ def _fake(
     conv: Tensor | None,
     hidden: int,
     vocabulary: int,
-    gates: int,
+    kind: str,
     eps: float,
     linear_candidate: bool = False,
     normalize_gates: bool = True,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.scan import mingru_step_reference, minlstm_step_reference
+from engine.ops import scan
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -68,6 +67,7 @@ def normed_step_(
     ahead: Tensor | None,
     state: Tensor,
     slots: Tensor,
+    cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:
@@ -75,10 +75,11 @@ def normed_step_(
 
     Args:
         x, eps, bias, ahead: as for normed_gelu_.
-        y: W x, [rows, gates * channels], bfloat16; two gates are minGRU's, three minLSTM's.
+        y: W x, [rows, columns], bfloat16; columns are a cell's pre-activations of all channels.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [rows]; negative: a padding row, which is skipped; its h is zero. No row may
             occur twice.
+        cell: "mingru" or "minlstm".
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
 
@@ -89,7 +90,7 @@ def normed_step_(
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.normed_step_(
-        x, eps, y, bias, ahead, state, slots, linear_candidate, normalize_gates
+        x, eps, y, bias, ahead, state, slots, cell, linear_candidate, normalize_gates
     )
     return h
 
@@ -119,14 +120,14 @@ def step_reference(
     bias: Tensor | None,
     state: Tensor,
     slots: Tensor,
+    cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Reference of normed_step_ in float64, without side effects; returns (h, the new state)."""
     pre = _divided(x, eps, y, bias)
-    if y.shape[1] == 2 * state.shape[1]:
-        return mingru_step_reference(pre, state, slots, linear_candidate)
-    return minlstm_step_reference(pre, state, slots, linear_candidate, normalize_gates)
+    flags = (linear_candidate, normalize_gates)[: scan.CELLS[cell].flags]
+    return scan.step_reference(cell, pre, state, slots, *flags)
 
 
 def _fake_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -147,6 +148,7 @@ def _fake_step(
     ahead: Tensor | None,
     state: Tensor,
     slots: Tensor,
+    cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> Tensor:

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops import library  # noqa: F401  (registers the operators)
-from engine.ops.scan import mingru_step_reference, minlstm_step_reference
+from engine.ops.scan import CELLS, step_reference
 
 # Channels whose squares are summed together.
 SQUARE_ROWS = 64
@@ -124,6 +123,7 @@ def linear_step(
     bias: Tensor | None,
     state: Tensor,
     slots: Tensor,
+    cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
     fixed_order: bool = False,
@@ -137,12 +137,14 @@ def linear_step(
 
     Args:
         x, squares, eps: as for `linear_map`.
-        weight: [2 * channels, inputs] = [k | v] of minGRU or [3 * channels, inputs] = [f | i | v]
-            of minLSTM; channels a multiple of 8. Prefetched as in `linear_map`.
+        weight: the rows of a cell's pre-activations: [2 * channels, inputs] = [k | v] of minGRU,
+            [3 * channels, inputs] = [f | i | v] of minLSTM; channels a multiple of 8. Prefetched
+            as in `linear_map`.
         bias: [rows of weight]. Prefetched like weight.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
             occur twice.
+        cell: "mingru" or "minlstm".
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
         fixed_order: as for `linear_map`.
@@ -152,10 +154,20 @@ def linear_step(
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit (slots out of range are skipped);
-            NotImplementedError on the CPU.
+            `cell` is another one; NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.linear_step(
-        x, squares, eps, weight, bias, state, slots, linear_candidate, normalize_gates, fixed_order
+        x,
+        squares,
+        eps,
+        weight,
+        bias,
+        state,
+        slots,
+        cell,
+        linear_candidate,
+        normalize_gates,
+        fixed_order,
     )
     return h
 
@@ -262,14 +274,14 @@ def linear_step_reference(
     bias: Tensor | None,
     state: Tensor,
     slots: Tensor,
+    cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Reference of linear_step in float64, without intermediate rounding: (h, the new state)."""
     pre = scaled_product(x, squares, eps, weight, bias)
-    if weight.shape[0] == 2 * state.shape[1]:
-        return mingru_step_reference(pre, state, slots, linear_candidate)
-    return minlstm_step_reference(pre, state, slots, linear_candidate, normalize_gates)
+    flags = (linear_candidate, normalize_gates)[: CELLS[cell].flags]
+    return step_reference(cell, pre, state, slots, *flags)
 
 
 def best_of(logits: Tensor) -> Tensor:

@@ -78,6 +78,16 @@ def has_cuda_kernels() -> bool:
     return bool(cuda_archs())
 
 
+def cell_number(cell: str) -> int:
+    """Return a cell's number in the plans of packed models; RuntimeError names the known cells."""
+    return int(torch.ops.minserve.cell_traits(cell)[0])
+
+
+def preactivations_of(cell: str) -> int:
+    """Return how many pre-activations a channel of a cell has; RuntimeError as `cell_number`."""
+    return int(torch.ops.minserve.cell_traits(cell)[1])
+
+
 def cpu_isa() -> str:
     """Return the instruction set in use: "generic", "avx2", "avx512", "avx512_bf16" or "amx"."""
     return str(torch.ops.minserve.cpu_isa())

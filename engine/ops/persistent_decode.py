@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.library import preactivations_of
 
 Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
 
@@ -44,7 +44,7 @@ def most_rows(
     shapes: Sequence[PhaseShape],
     *,
     weight_type: torch.dtype,
-    gates: int,
+    cell: str,
     processors: int,
     fixed_order: bool = False,
 ) -> tuple[int, str]:
@@ -53,7 +53,7 @@ def most_rows(
     Args:
         shapes: a model's phases, in order.
         weight_type: of all products: bfloat16, int8 or float8_e4m3fn.
-        gates: 2: minGRU, 3: minLSTM.
+        cell: name of the recurrence.
         processors: the GPU's multiprocessors.
         fixed_order: for a batch-invariant program.
 
@@ -70,15 +70,15 @@ def most_rows(
     ]
     return _most_rows(
         torch.tensor(plan, dtype=torch.int64, device="cpu"),
-        *(_WEIGHT_TYPES.index(weight_type), gates, fixed_order, processors),
+        *(_WEIGHT_TYPES.index(weight_type), cell, fixed_order, processors),
     )
 
 
 def _most_rows(
-    plan: Tensor, weight_type: int, gates: int, fixed_order: bool, processors: int
+    plan: Tensor, weight_type: int, cell: str, fixed_order: bool, processors: int
 ) -> tuple[int, str]:
     found: tuple[int, str] = torch.ops.minserve.whole_step_most_rows(
-        plan, weight_type, gates, fixed_order, processors
+        plan, weight_type, cell, fixed_order, processors
     )
     return found
 
@@ -125,17 +125,17 @@ class Program:
         self,
         phases: Sequence[Phase],
         *,
-        gates: int,
+        cell: str,
         linear_candidate: bool,
         normalize_gates: bool,
         fixed_order: bool = False,
     ) -> None:
-        self._gates = gates
+        self._cell, self._gates = cell, preactivations_of(cell)
         self._fixed_order = fixed_order
         self._linear_candidate, self._normalize_gates = linear_candidate, normalize_gates
         device = phases[0].weight.device
         for n, phase in enumerate(phases):
-            _check(n, phase, phases, gates)
+            _check(n, phase, phases, self._gates)
         self._weight_type = _WEIGHT_TYPES.index(phases[-1].weight.dtype)
         maps = torch.zeros(len(phases), _MAP_BYTES, dtype=torch.uint8, device="cpu")
         for row, phase in zip(maps[1:], phases[1:], strict=True):
@@ -147,7 +147,7 @@ class Program:
             [self._numbers(phase) for phase in phases], dtype=torch.int64, device="cpu"
         )
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        rows, refusal = _most_rows(self._plan, self._weight_type, gates, fixed_order, processors)
+        rows, refusal = _most_rows(self._plan, self._weight_type, cell, fixed_order, processors)
         if rows == 0:
             raise RuntimeError(refusal)
         sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
@@ -195,7 +195,7 @@ class Program:
             exchange,
             ended,
             self._weight_type,
-            self._gates,
+            self._cell,
             eps,
             self._linear_candidate,
             self._normalize_gates,
@@ -289,7 +289,7 @@ def _fake(
     exchange: Tensor,
     ended: Tensor,
     weight_type: int,
-    gates: int,
+    kind: str,
     eps: float,
     linear_candidate: bool = False,
     normalize_gates: bool = True,

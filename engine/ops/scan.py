@@ -20,14 +20,15 @@ it loses accuracy with length. On the CPU, subnormal numbers are treated as zero
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops import library  # noqa: F401  (registers the operators)
+from engine.ops.library import preactivations_of
 
 
 def linear_scan(a: Tensor, b: Tensor, h0: Tensor | None = None, reverse: bool = False) -> Tensor:
@@ -270,14 +271,14 @@ def _candidate(v: Tensor, linear: bool) -> Tensor:
     return v if linear else torch.where(v >= 0, v + 0.5, torch.sigmoid(v))
 
 
-def mingru_coefficients(pre: Tensor, linear_candidate: bool) -> tuple[Tensor, Tensor]:
+def mingru_coefficients(pre: Tensor, linear_candidate: bool = False) -> tuple[Tensor, Tensor]:
     """Return (a, b) of h_t = a_t h_{t-1} + b_t from [k | v]."""
     k, v = pre.chunk(2, dim=-1)
     return torch.sigmoid(-k), torch.sigmoid(k) * _candidate(v, linear_candidate)
 
 
 def minlstm_coefficients(
-    pre: Tensor, linear_candidate: bool, normalize_gates: bool
+    pre: Tensor, linear_candidate: bool = False, normalize_gates: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return (a, b) of h_t = a_t h_{t-1} + b_t from [f | i | v]."""
     f, i, v = pre.chunk(3, dim=-1)
@@ -287,6 +288,21 @@ def minlstm_coefficients(
     else:
         forget, keep = torch.sigmoid(f), torch.sigmoid(i)
     return forget, keep * _candidate(v, linear_candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What tells a cell's operators from another's, besides the number of pre-activations."""
+
+    # (a, b) of h_t = a_t h_{t-1} + b_t from (pre, *options), in any dtype
+    coefficients: Callable[..., tuple[Tensor, Tensor]]
+    flags: int  # how many of (linear_candidate, normalize_gates) are its options
+
+
+CELLS = {
+    "mingru": Cell(mingru_coefficients, flags=1),
+    "minlstm": Cell(minlstm_coefficients, flags=2),
+}
 
 
 def spans(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -339,67 +355,25 @@ def _scan_train(
     return torch.cat(pieces), (torch.stack(last) if last else h0)
 
 
-def mingru_scan_reference(
-    pre: Tensor,
-    cu_seqlens: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    linear_candidate: bool = False,
+def scan_reference(
+    cell: str, pre: Tensor, cu_seqlens: Tensor, state: Tensor, slots: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Reference of mingru_scan in float64, without side effects; returns (h, the new state)."""
-    return _scan(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, state, slots)
+    """Reference of a cell's scan in float64, without side effects; returns (h, the new state)."""
+    return _scan(*CELLS[cell].coefficients(pre.double(), *options), cu_seqlens, state, slots)
 
 
-def minlstm_scan_reference(
-    pre: Tensor,
-    cu_seqlens: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    linear_candidate: bool = False,
-    normalize_gates: bool = True,
+def step_reference(
+    cell: str, pre: Tensor, state: Tensor, slots: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Reference of minlstm_scan in float64, without side effects; returns (h, the new state)."""
-    a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
-    return _scan(a, b, cu_seqlens, state, slots)
+    """Reference of a cell's step in float64, without side effects; returns (h, the new state)."""
+    return _step(*CELLS[cell].coefficients(pre.double(), *options), state, slots)
 
 
-def mingru_step_reference(
-    pre: Tensor, state: Tensor, slots: Tensor, linear_candidate: bool = False
+def scan_train_reference(
+    cell: str, pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Reference of mingru_step in float64, without side effects; returns (h, the new state)."""
-    return _step(*mingru_coefficients(pre.double(), linear_candidate), state, slots)
-
-
-def minlstm_step_reference(
-    pre: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    linear_candidate: bool = False,
-    normalize_gates: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Reference of minlstm_step in float64, without side effects; returns (h, the new state)."""
-    return _step(
-        *minlstm_coefficients(pre.double(), linear_candidate, normalize_gates), state, slots
-    )
-
-
-def mingru_scan_train_reference(
-    pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None = None, linear_candidate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Reference of mingru_scan_train in float64, differentiable by autograd."""
-    return _scan_train(*mingru_coefficients(pre.double(), linear_candidate), cu_seqlens, h0)
-
-
-def minlstm_scan_train_reference(
-    pre: Tensor,
-    cu_seqlens: Tensor,
-    h0: Tensor | None = None,
-    linear_candidate: bool = False,
-    normalize_gates: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Reference of minlstm_scan_train in float64, differentiable by autograd."""
-    a, b = minlstm_coefficients(pre.double(), linear_candidate, normalize_gates)
-    return _scan_train(a, b, cu_seqlens, h0)
+    """Reference of a cell's training scan in float64, differentiable by autograd."""
+    return _scan_train(*CELLS[cell].coefficients(pre.double(), *options), cu_seqlens, h0)
 
 
 # Fakes name only the arguments that determine the results, so that cells, whose flags differ, share
@@ -454,15 +428,15 @@ def _register_linear_scan() -> None:
     torch.library.register_autograd("minserve::linear_scan", backward, setup_context=setup)
 
 
-def _register_cell(cell: str, gates: int) -> None:
-    """Register the operators of a cell with pre-activations [tokens, gates * channels].
+def _register_cell(cell: str) -> None:
+    """Register the operators of a cell.
 
     Those for training have the same leading arguments, followed by their own flags:
 
         name(pre, cu_seqlens, h0?, *flags) -> (h, h_last)
         name_backward(grad_h, grad_h_last?, pre, h, cu_seqlens, h0?, *flags) -> (grad_pre, grad_h0)
     """
-    train = f"{cell}_scan_train"
+    train, columns = f"{cell}_scan_train", preactivations_of(cell)
     backward_operator = getattr(torch.ops.minserve, f"{train}_backward")
 
     def fake_scan(pre: Tensor, cu_seqlens: Tensor, state: Tensor, *_: Any) -> Tensor:
@@ -476,7 +450,7 @@ def _register_cell(cell: str, gates: int) -> None:
         return pre.new_empty(shape, dtype=_accumulation_dtype(pre.dtype))
 
     def fake_train(pre: Tensor, cu_seqlens: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        channels = pre.shape[1] // gates
+        channels = pre.shape[1] // columns
         return pre.new_empty((pre.shape[0], channels)), empty_states(pre, cu_seqlens, channels)
 
     def fake_backward(
@@ -508,5 +482,5 @@ def _register_cell(cell: str, gates: int) -> None:
 
 
 _register_linear_scan()
-_register_cell("mingru", gates=2)
-_register_cell("minlstm", gates=3)
+for _cell in CELLS:
+    _register_cell(_cell)

@@ -17,7 +17,7 @@ from loadtest.operators.fused import CELLS, Cell, fused_calls, fused_error
 from loadtest.operators.limits import Limits
 from loadtest.operators.rows import Bar, Row, dtype_name, reported
 from loadtest.operators.shapes import ScanShape
-from loadtest.peers.scans import fused_log_space, fused_loop
+from loadtest.peers.scans import Coefficients, fused_log_space, fused_loop
 from loadtest.timing import graph_seconds_per_call, last_level_cache, rotation, seconds_per_call
 
 # Traffic per thread of the two cases behind the arithmetic limit: both fit in a core's L2 cache.
@@ -60,12 +60,12 @@ def _fill(row: Row, cell: Cell, shape: ScanShape, dtype: torch.dtype, limits: Li
     if shape.packed:
         return
     pre = calls[0].args[0].view(*shape.uniform[:2], -1)
-    peers: dict[str, Callable[[Tensor, int], Tensor]] = {
+    peers: dict[str, Callable[[Tensor, Coefficients], Tensor]] = {
         "log-space": fused_log_space,
         "loop": fused_loop,
     }
     for name, peer in peers.items():
-        seconds = _seconds_within(partial(peer, pre, cell.gates), budget=2.0)
+        seconds = _seconds_within(partial(peer, pre, cell.coefficients), budget=2.0)
         row.times[name] = seconds / row.timing.seconds
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.device import available_memory
-from engine.ops import linear_scan
+from engine.ops import linear_scan, scan
 from loadtest.operators.exact import (
     channel_sample,
     exact_scan,
@@ -158,7 +158,8 @@ def _fill_train_backward(
     device = limits.device
     row.ceiling = limits.ceiling
     backward = getattr(torch.ops.minserve, f"{cell.name}_train_backward")
-    flags = (False,) if cell.gates == 2 else (False, True)  # linear_candidate, normalize_gates
+    # linear_candidate, normalize_gates
+    flags = (False, True)[: scan.CELLS[cell.name.removesuffix("_scan")].flags]
     cu_seqlens = shape.cu_seqlens(device)
     calls = []
     for _ in range(rotation(row.bytes, device)):

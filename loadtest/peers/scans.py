@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.ops.scan import mingru_coefficients, minlstm_coefficients
-
 Scan = Callable[[Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int]  # batch, time, channels
 
@@ -150,20 +148,17 @@ def available(device: torch.device) -> list[Peer]:
     return [peer for peer in PEERS if device.type == "cuda" or not peer.cuda_only]
 
 
-def _coefficients(pre: Tensor, gates: int) -> tuple[Tensor, Tensor]:
-    if gates == 2:
-        return mingru_coefficients(pre, linear_candidate=False)
-    return minlstm_coefficients(pre, linear_candidate=False, normalize_gates=True)
+Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def fused_log_space(pre: Tensor, gates: int) -> Tensor:
+def fused_log_space(pre: Tensor, coefficients: Coefficients) -> Tensor:
     """Run a gated layer in log space, float32: [batch, time, gates * channels] -> h."""
-    return heinsen(*_coefficients(pre.float(), gates)).to(pre.dtype)
+    return heinsen(*coefficients(pre.float())).to(pre.dtype)
 
 
-def fused_loop(pre: Tensor, gates: int) -> Tensor:
+def fused_loop(pre: Tensor, coefficients: Coefficients) -> Tensor:
     """Run a gated layer as a loop of steps with a float32 state; gates are computed at once."""
-    a, b = _coefficients(pre.float(), gates)
+    a, b = coefficients(pre.float())
     h = torch.empty(pre.shape[0], pre.shape[1], a.shape[2], dtype=pre.dtype, device=pre.device)
     state = torch.zeros_like(a[:, 0])
     for t in range(pre.shape[1]):

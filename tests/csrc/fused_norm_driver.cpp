@@ -3,11 +3,15 @@
 // must give the same bits. The GELU's curve by itself before.
 #include "cases.h"
 
-#include "cells/minlstm.h"
-#include "cells/mingru.h"
+#include "cells/dispatch.h"
 #include "fused_norm/kernel.cuh"
 
 namespace minserve {
+
+void no_kernel_of(CellKind) {
+  std::abort();
+}
+
 namespace {
 
 constexpr float kEps = 1e-6f;
@@ -61,7 +65,7 @@ double gelu_of(double y) {
 }
 
 template <template <class> class CellOf>
-void check(const Case& given) {
+void check(cuda::CellTag<CellOf>, const Case& given) {
   std::vector<bf16> first_y, first_out, first_normed;
   for (const int seed : given.seeds) {
     emulator::free_all();
@@ -127,7 +131,7 @@ void check(const Case& given) {
               value_of(rounded<bf16>(at(tensors.pre.values, own) * divided_later +
                                      at(tensors.gate_bias.values, g * given.channels + c))));
         }
-        const auto affine = CellOf<float>::affine(cuda::UsualOptions{}, in);
+        const auto affine = CellOf<float>::coefficients(cuda::UsualOptions{}, in);
         const double was = at(tensors.state.values, place);
         const double h = static_cast<double>(affine.a) * was + static_cast<double>(affine.b);
         check_value<bf16>(at(state, place), real ? h : was, "state", r, c);
@@ -166,12 +170,15 @@ int main(int count, char** arguments) {
   given.rows = options.number("rows", 5);
   given.width = options.number("width", 64);
   given.channels = options.number("channels", 72);
-  given.gates = options.number("gates", 2);
+  const long cell = options.number("cell", 0);  // its number in cells.def
   given.processors = static_cast<int>(options.number("processors", 132));
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check_curve();
-  given.gates == 2 ? check<cuda::MinGruCell>(given) : check<cuda::MinLstmCell>(given);
+  cuda::with_cell<NormedCells>(static_cast<CellKind>(cell), [&](auto tag) {
+    given.gates = decltype(tag)::Traits::kPreactivations;
+    check(tag, given);
+  });
   std::puts("ok");
   return 0;
 }

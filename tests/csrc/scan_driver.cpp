@@ -243,7 +243,7 @@ class Driver {
             for (int n = 0; n < kInputs; ++n)
               in[n] = value_of(inputs_[n].values[row * stride_ + c]);
             if (kBackward) in[Cell::kPrevious < 0 ? 0 : Cell::kPrevious] = before(s, row, c);
-            const auto step = CellOf<double>::affine(cuda::UsualOptions{}, in);
+            const auto step = CellOf<double>::coefficients(cuda::UsualOptions{}, in);
             const double after = step.a * h + step.b;
             CellOf<double>::outputs(cuda::UsualOptions{}, in, h, after, out);
             h = after;

@@ -196,9 +196,9 @@ LOGITS_PROCESSED = [
 FUSED_NORMS = [
     "--width 8 --channels 8",
     "--width 72 --channels 200 --seeds 2,3",
-    "--width 304 --channels 128 --gates 3",
+    "--width 304 --channels 128 --cell 1",
     "--width 64 --channels 8200 --rows 2 --seeds 4",
-    "--width 8200 --channels 72 --rows 2 --gates 3 --seeds 5",
+    "--width 8200 --channels 72 --rows 2 --cell 1 --seeds 5",
     "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6",
 ]
 

@@ -136,7 +136,7 @@ class Driver {
         double in[kInputs], out[kOutputs];
         for (int n = 0; n < kInputs; ++n) in[n] = value_of(inputs_[n][r * case_.time + at]);
         if (kBackward) in[kInputs - 1] = before(r, at, p + 1 == case_.time);
-        const auto step = CellOf<double>::affine(cuda::UsualOptions{}, in);
+        const auto step = CellOf<double>::coefficients(cuda::UsualOptions{}, in);
         const double after = step.a * h + step.b;
         CellOf<double>::outputs(cuda::UsualOptions{}, in, h, after, out);
         h = after;

@@ -185,7 +185,7 @@ def test_whole_layers_in_plain_torch_agree_with_the_operators() -> None:
         wanted = call().view(2, 64, 24)
         pre = call.args[0].view(2, 64, -1)
         for peer in (scans.fused_log_space, scans.fused_loop):
-            torch.testing.assert_close(peer(pre, cell.gates), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(peer(pre, cell.coefficients), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_peers_refuse_what_they_cannot_do() -> None:

@@ -134,7 +134,7 @@ def test_a_stream_has_products_in_the_order_in_which_they_are_computed() -> None
         layers,
         head,
         None,
-        gates=2,
+        cell="mingru",
         linear_candidate=False,
         normalize_gates=True,
         eps=1e-6,
@@ -407,7 +407,7 @@ def test_layers_that_do_not_fit_are_named(layer: ClusterLayer, message: str) -> 
             [layer],
             table,
             None,
-            gates=2,
+            cell="mingru",
             linear_candidate=False,
             normalize_gates=True,
             eps=1e-6,
@@ -416,9 +416,9 @@ def test_layers_that_do_not_fit_are_named(layer: ClusterLayer, message: str) -> 
 
 def test_a_step_has_a_head_or_a_norm() -> None:
     table, norm = torch.zeros(5, 128).bfloat16(), torch.ones(128).bfloat16()
-    gates: dict[str, Any] = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
+    kind: dict[str, Any] = {"cell": "mingru", "linear_candidate": False, "normalize_gates": True}
     for head, given in ((table, norm), (None, None)):
         with pytest.raises(RuntimeError, match="either a head or a norm is required"):
-            ClusterProgram(table, [layer_of()], head, None, norm=given, eps=1e-6, **gates)
+            ClusterProgram(table, [layer_of()], head, None, norm=given, eps=1e-6, **kind)
     with pytest.raises(RuntimeError, match=r"norm must be contiguous bfloat16 \[128\]"):
-        ClusterProgram(table, [layer_of()], None, None, norm=norm[:64], eps=1e-6, **gates)
+        ClusterProgram(table, [layer_of()], None, None, norm=norm[:64], eps=1e-6, **kind)

@@ -120,7 +120,7 @@ def test_a_refusal_has_a_reason(changes: dict[str, object], reason: str) -> None
     rows, refusal = ops.most_rows(
         list(_shapes(blocks_of(asked))),
         weight_type=torch.bfloat16,
-        gates=asked.gates,
+        cell=asked.cell,
         processors=H100,
     )
     assert rows == 0 and reason in refusal
@@ -348,7 +348,7 @@ def ones_times(weight: Tensor, kind: Quantization, batch: int) -> Tensor:
             scale=torch.full((rows,), 0.5, device="cuda"),
         ),
     ]
-    program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
+    program = Program(phases, cell="mingru", linear_candidate=False, normalize_gates=True)
     no_state = torch.zeros(0, 2, 2, device="cuda")[..., :0]
     slots = int32([-1] * batch, "cuda")
     ids = torch.arange(inputs, dtype=torch.int32, device="cuda")
@@ -463,7 +463,7 @@ def test_tensor_maps_go_with_their_program() -> None:
     for turn in range(60):
         weight = weights[turn % 3]
         phases = [Phase(kind="embed", weight=table), Phase(kind="logits", weight=weight)]
-        program = Program(phases, gates=2, linear_candidate=False, normalize_gates=True)
+        program = Program(phases, cell="mingru", linear_candidate=False, normalize_gates=True)
         places.add(program._maps.data_ptr())
         for _ in range(2):
             got = program.run(ids, slots, no_state, None, 1e-5)

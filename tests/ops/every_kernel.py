@@ -32,6 +32,7 @@ from engine.ops.gemm import (
     linear_step,
 )
 from engine.ops.library import cuda_archs
+from tests.ops.helpers import CELLS
 from tests.ops.sampling_rows import PARAMETERS, rows_of
 
 LENGTHS = {
@@ -110,10 +111,8 @@ def serving(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
     weight, bias = random(channels, TAPS, dtype=dtype), random(channels, dtype=dtype)
     ops.conv_scan(random(tokens, channels, dtype=dtype), weight, bias, cu_seqlens, inputs, slots)
     ops.conv_step(random(rows, channels, dtype=dtype), weight, None, inputs, slots)
-    for gates, scan, step in (
-        (2, ops.mingru_scan, ops.mingru_step),
-        (3, ops.minlstm_scan, ops.minlstm_step),
-    ):
+    for cell, gates in CELLS.items():
+        scan, step = getattr(ops, f"{cell}_scan"), getattr(ops, f"{cell}_step")
         scan(random(tokens, gates * channels, dtype=dtype), cu_seqlens, state, slots)
         step(random(rows, gates * channels, dtype=dtype), state, slots)
 
@@ -121,7 +120,8 @@ def serving(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
 def training(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
     tokens, cu_seqlens, _ = batch(lengths)
     kept = torch.float64 if dtype == torch.float64 else torch.float32
-    for gates, scan in ((2, ops.mingru_scan_train), (3, ops.minlstm_scan_train)):
+    for cell, gates in CELLS.items():
+        scan = getattr(ops, f"{cell}_scan_train")
         pre = random(tokens, gates * channels, dtype=dtype).requires_grad_()
         h0 = random(len(lengths), channels, dtype=kept).requires_grad_()
         h, last = scan(pre, cu_seqlens, h0)
@@ -169,11 +169,13 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     slots = torch.randperm(tokens + 2, device="cuda")[:tokens].to(torch.int32)
     slots[tokens // 2] = -1
     state = random(tokens + 2, channels, dtype=torch.float32)
-    for gates in (2, 3):
+    for cell, gates in CELLS.items():
         weight = random(gates * channels, inputs)
-        linear_step(x, squares, EPS, weight, None, state, slots, fixed_order=fixed)
+        linear_step(x, squares, EPS, weight, None, state, slots, cell, fixed_order=fixed)
         bias = random(gates * channels)
-        linear_step(x, squares, EPS, weight, bias, state, slots, True, gates == 2, fixed)
+        linear_step(
+            x, squares, EPS, weight, bias, state, slots, cell, True, cell == "mingru", fixed
+        )
     width = -(-channels // SQUARE_ROWS) * SQUARE_ROWS
     norm = random(width)
     ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
@@ -196,8 +198,8 @@ def heads(rows: int, inputs: int, channels: int) -> None:
             linear_best(x, norm, EPS, weight, bias, channels - 1)
 
 
-def normed(width: int, channels: int, gates: int) -> None:
-    rows = 5
+def normed(width: int, channels: int, cell: str) -> None:
+    rows, gates = 5, CELLS[cell]
     x, ahead = random(rows, width), random(width)
     y, bias = random(rows, channels), random(channels)
     rms_norm(x, EPS, ahead)
@@ -205,12 +207,12 @@ def normed(width: int, channels: int, gates: int) -> None:
     pre = random(rows, gates * channels)
     state = torch.zeros(rows, channels, device="cuda")
     slots = torch.tensor([2, -1, 0, rows, 4], dtype=torch.int32, device="cuda")
-    normed_step_(x, EPS, pre, bias.repeat(gates), ahead, state, slots)
-    normed_step_(x, EPS, pre, None, None, state, slots, linear_candidate=True)
+    normed_step_(x, EPS, pre, bias.repeat(gates), ahead, state, slots, cell)
+    normed_step_(x, EPS, pre, None, None, state, slots, cell, linear_candidate=True)
 
 
 def whole_steps() -> None:
-    """More channels than one unit for each block; a convolution; every number of gates."""
+    """More channels than one unit for each block; a convolution; every cell."""
     for cell, linear in itertools.product(("mingru", "minlstm"), (False, True)):
         config = MinRnnConfig(
             cell=cell,
@@ -268,10 +270,10 @@ def main() -> None:
         drawing(vocab, rows)
     for count in (3, 300_000):  # threads have one word, or more
         copying(count)
-    for (width, channels), gates in itertools.product(
-        ((8, 8), (72, 200), (64, 16392), (9000, 72)), (2, 3)
+    for (width, channels), cell in itertools.product(
+        ((8, 8), (72, 200), (64, 16392), (9000, 72)), CELLS
     ):
-        normed(width, channels, gates)
+        normed(width, channels, cell)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
         for shapes, fixed in ((MAPS, False), (FIXED, True)):
             for channels, inputs, counts in shapes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ LENGTHS = [1, 2, 7, 64, 257, 4096, 65537]
 
 # The gates' count and the options of each cell, as positional arguments after the tensors.
 CELLS = {"mingru": 2, "minlstm": 3}
+# Cells whose step is an epilogue of a product, by their number of gates.
+CELL_OF = {2: "mingru", 3: "minlstm"}
 OPTIONS = [
     ("mingru", (False,)),
     ("mingru", (True,)),
@@ -38,8 +40,8 @@ TOLERANCE = {
 
 def reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The float64 reference of an operator of a cell."""
-    found: Callable[..., tuple[Tensor, Tensor]] = getattr(scan, f"{name}_reference")
-    return found
+    cell, operator = name.split("_", 1)
+    return partial(getattr(scan, f"{operator}_reference"), cell)
 
 
 def channels_for(length: int) -> int:

@@ -24,7 +24,7 @@ from engine.ops.gemm import (
     norm_inputs,
 )
 from tests.ops.fixed_order import SHAPES, TOKENS
-from tests.ops.helpers import int32
+from tests.ops.helpers import CELL_OF, int32
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +98,7 @@ def test_linear_step(shape: tuple[int, int, int]) -> None:
             bias,
             state,
             slots,
+            CELL_OF[gates],
             fixed_order=True,
         )
         return [h, state[rows]]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_norm as normed
-from tests.ops.helpers import exact
+from tests.ops.helpers import CELLS, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -68,15 +68,16 @@ def test_gelu(shape: tuple[int, int, int], biases: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("gates", [2, 3])
+@pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biases", [False, True])
 def test_step(
-    shape: tuple[int, int, int], gates: int, options: tuple[bool, bool], biases: bool
+    shape: tuple[int, int, int], cell: str, options: tuple[bool, bool], biases: bool
 ) -> None:
-    if gates == 2 and not options[1]:
+    if cell == "mingru" and not options[1]:
         pytest.skip("minGRU has no gates to normalise")
     rows, width, channels = shape
+    gates = CELLS[cell]
     x = stream(rows, width)
     y = exact(rows, gates * channels, seed=2) * x.float().norm(dim=1, keepdim=True).cpu()
     y = on_gpu(y / width**0.5)
@@ -89,10 +90,12 @@ def test_step(
         slots[1], slots[2] = -1, rows + 3
     state = pool.clone()
     expected, after = normed.step_reference(
-        x, EPS, y, bias, pool[:, :channels], slots.where(slots < rows + 3, -1), *options
+        x, EPS, y, bias, pool[:, :channels], slots.where(slots < rows + 3, -1), cell, *options
     )
     stepped = x.clone()
-    h = normed.normed_step_(stepped, EPS, y, bias, ahead, state[:, :channels], slots, *options)
+    h = normed.normed_step_(
+        stepped, EPS, y, bias, ahead, state[:, :channels], slots, cell, *options
+    )
     # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
     torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.05)
     torch.testing.assert_close(state[:, :channels].double(), after, rtol=0.03, atol=0.05)
@@ -114,14 +117,14 @@ def test_no_rows() -> None:
     normed.normed_gelu_(x, EPS, y)
     assert normed.rms_norm(x, EPS, on_gpu(torch.ones(8))).shape == (0, 8)
     state, slots = torch.ones(2, 8, device="cuda"), torch.ones(0, dtype=torch.int32, device="cuda")
-    assert normed.normed_step_(x, EPS, y, None, None, state, slots).shape == (0, 8)
+    assert normed.normed_step_(x, EPS, y, None, None, state, slots, "mingru").shape == (0, 8)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     x, y = on_gpu(torch.ones(4, 16)), on_gpu(torch.ones(4, 32))
     state = torch.ones(4, 16, device="cuda")
     slots = torch.arange(4, dtype=torch.int32, device="cuda")
-    odd = on_gpu(torch.ones(4, 33))[:, 1:]
+    odd, apart = on_gpu(torch.ones(4, 33))[:, 1:], torch.ones(4, 18, device="cuda")[:, 2:]
 
     def norm(*args: Tensor | float | None) -> None:
         normed.rms_norm(*args)  # type: ignore[arg-type]
@@ -129,7 +132,7 @@ def test_what_does_not_fit_is_refused() -> None:
     def gelu(*args: Tensor | float | None) -> None:
         normed.normed_gelu_(*args)  # type: ignore[arg-type]
 
-    def step(*args: Tensor | float | None) -> None:
+    def step(*args: Tensor | float | str | None) -> None:
         normed.normed_step_(*args)  # type: ignore[arg-type]
 
     for call, args, message in (
@@ -142,10 +145,12 @@ def test_what_does_not_fit_is_refused() -> None:
         (gelu, (x, EPS, y, y[0, :16].contiguous()), "bias must be"),
         (gelu, (x, EPS, y, None, y[0]), "ahead must be"),
         (gelu, (x, EPS, x), "must not share memory"),
-        (step, (x, EPS, y, None, None, state[:, :8], slots), "must have two or three columns"),
-        (step, (x, EPS, y, None, None, state.double(), slots), "state must be float32"),
-        (step, (x, EPS, y, None, None, state, slots[:3]), "slots must be"),
-        (step, (x, EPS, y, None, None, torch.ones(4, 18, device="cuda")[:, 2:], slots), "aligned"),
+        (step, (x, EPS, y, None, None, state[:, :8], slots, "mingru"), "must have 2 columns"),
+        (step, (x, EPS, y, None, None, state, slots, "minlstm"), "must have 3 columns"),
+        (step, (x, EPS, y, None, None, state, slots, "gru"), "cell must be one of mingru, minlstm"),
+        (step, (x, EPS, y, None, None, state.double(), slots, "mingru"), "state must be float32"),
+        (step, (x, EPS, y, None, None, state, slots[:3], "mingru"), "slots must be"),
+        (step, (x, EPS, y, None, None, apart, slots, "mingru"), "aligned"),
     ):
         with pytest.raises(RuntimeError, match=message):
             call(*args)

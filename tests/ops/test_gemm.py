@@ -22,7 +22,7 @@ from engine.ops.gemm import (
     linear_step_reference,
     norm_inputs,
 )
-from tests.ops.helpers import exact
+from tests.ops.helpers import CELLS, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -76,11 +76,12 @@ def test_linear_map(shape: tuple[int, int], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("gates", [2, 3])
+@pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> None:
-    if gates == 2 and not options[1]:
+def test_linear_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None:
+    if cell == "mingru" and not options[1]:
         pytest.skip("minGRU has no gates to normalise")
+    gates = CELLS[cell]
     for channels, inputs in (
         (64, 64),
         (200, 384),
@@ -97,9 +98,9 @@ def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> Non
         slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
         slots[tokens // 2] = -1 if tokens > 1 else slots[0]
         state = pool.clone()
-        h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
         expected, after = linear_step_reference(
-            x, squares, EPS, weight, bias, pool, slots, *options
+            x, squares, EPS, weight, bias, pool, slots, cell, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
         torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.05)
@@ -110,11 +111,12 @@ def test_linear_step(tokens: int, gates: int, options: tuple[bool, bool]) -> Non
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("gates", [2, 3])
+@pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("tokens", [1, 8, 40, 300])
-def test_a_step_is_map_and_step(tokens: int, gates: int, options: tuple[bool, bool]) -> None:
-    if gates == 2 and not options[1]:
+def test_a_step_is_map_and_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None:
+    if cell == "mingru" and not options[1]:
         pytest.skip("minGRU has no gates to normalise")
+    gates = CELLS[cell]
     channels, inputs = 384, 384
     x, squares = normed(tokens, inputs)
     weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=0.05))
@@ -122,9 +124,9 @@ def test_a_step_is_map_and_step(tokens: int, gates: int, options: tuple[bool, bo
     state = exact(tokens, channels, seed=4).to("cuda", torch.float32)
     slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
     apart = state.clone()
-    h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+    h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
     pre = linear_map(x, squares, EPS, weight, bias)
-    if gates == 2:
+    if cell == "mingru":
         expected = mingru_step(pre, apart, slots, options[0])
     else:
         expected = minlstm_step(pre, apart, slots, *options)
@@ -134,9 +136,9 @@ def test_a_step_is_map_and_step(tokens: int, gates: int, options: tuple[bool, bo
     torch.testing.assert_close(state, apart, rtol=0.02, atol=0.03)
 
 
-@pytest.mark.parametrize("gates", [2, 3])
-def test_rows_of_state_lie_apart_and_slots_may_miss_them(gates: int) -> None:
-    channels, inputs, rows = 72, 128, 6
+@pytest.mark.parametrize("cell", list(CELLS))
+def test_rows_of_state_lie_apart_and_slots_may_miss_them(cell: str) -> None:
+    gates, channels, inputs, rows = CELLS[cell], 72, 128, 6
     x, squares = normed(5, inputs)
     weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=0.05))
     pool = exact(rows, channels + 8, seed=4).to("cuda", torch.float32)
@@ -144,10 +146,10 @@ def test_rows_of_state_lie_apart_and_slots_may_miss_them(gates: int) -> None:
     spaced = torch.zeros(5, 2, dtype=torch.int32, device="cuda")
     spaced[:, 0] = named
     plain = pool[:, 4:-4].contiguous()
-    expected = linear_step(x, squares, EPS, weight, None, plain, named)
+    expected = linear_step(x, squares, EPS, weight, None, plain, named, cell)
     assert not expected[[1, 2, 4]].any() and expected[[0, 3]].any()
     whole = pool.clone()
-    h = linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0])
+    h = linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0], cell)
     assert torch.equal(h, expected) and torch.equal(whole[:, 4:-4], plain)
     assert torch.equal(whole[:, :4], pool[:, :4]) and torch.equal(whole[:, -4:], pool[:, -4:])
     assert torch.equal(whole[[1, 2, 4, 5]], pool[[1, 2, 4, 5]])
@@ -282,7 +284,7 @@ def test_bad_arguments_are_told() -> None:
         with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
             linear_map(given[0], squares, EPS, given[1])
         with pytest.raises(RuntimeError, match=f"x must be bfloat16, got {name}"):
-            linear_step(given[0], squares, EPS, given[1], None, state, slots)
+            linear_step(given[0], squares, EPS, given[1], None, state, slots, "mingru")
         with pytest.raises(RuntimeError, match=f"y must be bfloat16, got {name}"):
             linear_residual_(*given, None, x[:, :64].contiguous(), None)
         with pytest.raises(RuntimeError, match="table must be bfloat16"):
@@ -295,8 +297,8 @@ def test_bad_arguments_are_told() -> None:
         linear_map(x, squares[:1], EPS, weight)
     with pytest.raises(RuntimeError, match="exclude"):
         linear_map(x, squares, EPS, weight, None, True, True)
-    with pytest.raises(RuntimeError, match="two or three rows"):
-        linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots)
+    with pytest.raises(RuntimeError, match="2 rows for each"):
+        linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots, "mingru")
     with pytest.raises(RuntimeError, match="multiple of 64"):
         linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
     square = on_gpu(exact(128, 128, seed=1))
@@ -320,9 +322,9 @@ def test_bad_arguments_are_told() -> None:
         linear_map(x.flatten()[4:132].view(1, 128), None, EPS, weight)
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):
         flat = torch.zeros(4 * 32 + 1, device="cuda")
-        linear_step(x, squares, EPS, weight, None, flat[1:].view(4, 32), slots)
+        linear_step(x, squares, EPS, weight, None, flat[1:].view(4, 32), slots, "mingru")
     with pytest.raises(RuntimeError, match="rows of state must be aligned"):
         wide = torch.zeros(4, 34, device="cuda")
-        linear_step(x, squares, EPS, weight, None, wide[:, :32], slots)
+        linear_step(x, squares, EPS, weight, None, wide[:, :32], slots, "mingru")
     with pytest.raises(NotImplementedError):
         linear_map(x.cpu(), None, EPS, weight.cpu())

@@ -14,6 +14,7 @@ from engine.ops.gemm import (
     linear_residual_,
     linear_step,
 )
+from tests.ops.helpers import CELLS
 
 ROWS, INPUTS, CHANNELS = 5, 128, 192
 EPS = 1e-6
@@ -43,10 +44,11 @@ def test_linear_map(fixed_order: bool) -> None:
     assert like(logits) == ([ROWS, CHANNELS], torch.float32)
 
 
-@pytest.mark.parametrize("gates", [2, 3])
-def test_linear_step(gates: int) -> None:
+@pytest.mark.parametrize("cell", list(CELLS))
+def test_linear_step(cell: str) -> None:
     state, slots = meta(9, CHANNELS, dtype=torch.float32), meta(ROWS, dtype=torch.int32)
-    h = linear_step(X, SQUARES, EPS, meta(gates * CHANNELS, INPUTS), None, state, slots)
+    weight = meta(CELLS[cell] * CHANNELS, INPUTS)
+    h = linear_step(X, SQUARES, EPS, weight, None, state, slots, cell)
     assert like(h) == ([ROWS, CHANNELS], torch.bfloat16)
 
 

@@ -16,7 +16,7 @@ from engine.ops.gemm import (
     linear_step_reference,
     norm_inputs,
 )
-from tests.ops.helpers import exact
+from tests.ops.helpers import CELL_OF, exact
 from tests.ops.test_gemm import EPS, close, normed, on_gpu
 from tests.ops.wide_forms import SHAPES
 
@@ -74,6 +74,7 @@ def test_linear_residual(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", STEPS, ids=str)
 def test_linear_step(shape: Shape) -> None:
     channels, inputs, gates, tokens = shape
+    cell = CELL_OF[gates]
     x, squares = normed(tokens, inputs)
     weight, bias = weights_of(shape)
     rows = tokens + 5
@@ -82,12 +83,12 @@ def test_linear_step(shape: Shape) -> None:
     slots[tokens // 2] = -1
     named = torch.zeros(rows, dtype=torch.bool, device="cuda")
     named[slots[slots >= 0].long()] = True
-    for linear_candidate, normalize_gates in ((False, True), (True, gates == 2)):
+    for linear_candidate, normalize_gates in ((False, True), (True, cell == "mingru")):
         options = linear_candidate, normalize_gates
         state = pool.clone()
-        h = linear_step(x, squares, EPS, weight, bias, state, slots, *options)
+        h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
         expected, after = linear_step_reference(
-            x, squares, EPS, weight, bias, pool, slots, *options
+            x, squares, EPS, weight, bias, pool, slots, cell, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
         torch.testing.assert_close(h.double(), expected, rtol=0.03, atol=0.05)

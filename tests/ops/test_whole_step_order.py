@@ -62,7 +62,7 @@ def test_a_product_has_the_bits_of_a_linear_map(channels: int, inputs: int, kind
             Phase(kind="logits", weight=weight, norm=weights_of_norm),
         ]
         program = Program(
-            phases, gates=2, linear_candidate=False, normalize_gates=True, fixed_order=True
+            phases, cell="mingru", linear_candidate=False, normalize_gates=True, fixed_order=True
         )
         for batch in (1, 2, 3, EIGHT):
             ids = torch.randint(64, (batch,), dtype=torch.int32, device="cuda")

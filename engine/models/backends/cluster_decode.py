@@ -91,7 +91,7 @@ class ClusterDecode:
             None if self.ends_with_hidden else _times_norm(head.weight.detach(), model.norm),
             None if bias is None else bias.detach().to(norm.dtype),
             norm=norm if self.ends_with_hidden else None,
-            gates=blocks.gates,
+            cell=blocks.recurrence.cell,
             linear_candidate=blocks.recurrence.linear_candidate,
             normalize_gates=blocks.recurrence.normalize_gates,
             eps=config.norm_eps,

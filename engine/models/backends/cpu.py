@@ -24,6 +24,7 @@ from engine.models.backends.blocks import Support, compile_blocks, refusal
 from engine.models.language_model import LanguageModel
 from engine.models.program import Conv
 from engine.models.state import ModelState, new_state
+from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 # What the operators compute (csrc/cpu_model).
@@ -185,7 +186,7 @@ class _Writer:
         gates, how = blocks.gates, blocks.recurrence
         self.numbers(
             _VERSION,
-            int(how.cell == "minlstm"),
+            library.cell_number(how.cell),
             int(how.linear_candidate),
             int(how.normalize_gates),
             int(half),

@@ -154,6 +154,7 @@ class CublasPath:
                 None if middle is not None else cast("nn.Linear", block.out).bias,
                 state[how.state][index],
                 slots,
+                how.cell,
                 how.linear_candidate,
                 how.normalize_gates,
             )

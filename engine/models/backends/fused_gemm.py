@@ -114,6 +114,7 @@ class FusedGemmPath:
                 block.gates.bias,
                 state[how.state][index],
                 slots,
+                how.cell,
                 how.linear_candidate,
                 how.normalize_gates,
                 self._fixed_order,

@@ -36,7 +36,7 @@ def most_rows(model: BlockModel, processors: int, *, fixed_order: bool = False) 
     rows, _ = persistent_decode.most_rows(
         list(_shapes(model)),
         weight_type=torch.bfloat16 if kind is None else QUANTIZED_DTYPES[kind],
-        gates=model.gates,
+        cell=model.recurrence.cell,
         processors=processors,
         fixed_order=fixed_order,
     )
@@ -75,7 +75,7 @@ class PersistentDecode:
         self._eps = config.norm_eps
         self._program = Program(
             list(_phases(blocks, head)),
-            gates=blocks.gates,
+            cell=blocks.recurrence.cell,
             linear_candidate=blocks.recurrence.linear_candidate,
             normalize_gates=blocks.recurrence.normalize_gates,
             fixed_order=fixed_order,
