@@ -9,7 +9,9 @@ in place, and h [tokens, channels] is returned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.models.program import Recurrence
@@ -21,6 +23,7 @@ from engine.ops import (
     minlstm_scan_train,
     minlstm_step,
 )
+from engine.ops.hgrn import hgrn_scan, hgrn_scan_train, hgrn_step
 
 
 class CellOperators(ABC):
@@ -147,4 +150,60 @@ class MinLSTM(CellOperators):
         return minlstm_scan_train(pre, cu_seqlens, h0, how.linear_candidate, how.normalize_gates)[0]
 
 
-CELLS: dict[str, CellOperators] = {"mingru": MinGRU(), "minlstm": MinLSTM()}
+class HGRN(CellOperators):
+    """h_t = f' h_{t-1} + (1 - f') silu(i), f' = lb + (1 - lb) sigmoid(f); gates i | f | g.
+
+    g gates the output (arXiv 2311.04823). lb are the channel parameters, or 0.
+    """
+
+    gates = 3
+    output_gate = True
+
+    def scan(
+        self,
+        how: Recurrence,
+        pre: Tensor,
+        state: Tensor,
+        cu_seqlens: Tensor,
+        slots: Tensor,
+        per_channel: Tensor | None = None,
+    ) -> Tensor:
+        return hgrn_scan(pre, cu_seqlens, state, slots, per_channel)
+
+    def step(
+        self,
+        how: Recurrence,
+        pre: Tensor,
+        state: Tensor,
+        slots: Tensor,
+        per_channel: Tensor | None = None,
+    ) -> Tensor:
+        return hgrn_step(pre, state, slots, per_channel)
+
+    def train(
+        self,
+        how: Recurrence,
+        pre: Tensor,
+        cu_seqlens: Tensor,
+        h0: Tensor | None,
+        per_channel: Tensor | None = None,
+    ) -> Tensor:
+        return hgrn_scan_train(pre, cu_seqlens, h0, per_channel)[0]
+
+
+CELLS: dict[str, CellOperators] = {"mingru": MinGRU(), "minlstm": MinLSTM(), "hgrn": HGRN()}
+
+
+def lower_bounds_of(raw: Tensor | None, layers: int) -> Sequence[Tensor | None]:
+    """Return every layer's least forget gates, fp32 (fp64 of fp64) [channels]; differentiable.
+
+    `raw` [layers, channels] are the learned parameters; None: no layer has bounds. A softmax over
+    the layers makes them the shares by which the bounds rise from a layer to the next. Those of the
+    first layer are 0.
+    """
+    if raw is None:
+        return [None] * layers
+    dtype = torch.float64 if raw.dtype == torch.float64 else torch.float32
+    shares = raw.softmax(0, dtype=dtype)
+    bounds = shares.cumsum(0) - shares[0]
+    return list(bounds)

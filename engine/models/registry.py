@@ -12,11 +12,12 @@ from typing import Any
 from engine.config import OWN_MODEL_TYPE, ModelConfig
 from engine.errors import ConfigError
 from engine.models.family import Family
+from engine.models.hgrn.family import HgrnFamily
 from engine.models.language_model import LanguageModel
 from engine.models.minrnn.family import MinRnnFamily
 
 DEFAULT = MinRnnFamily()
-FAMILIES: tuple[Family, ...] = (DEFAULT,)
+FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily())
 
 
 def family_named(name: object) -> Family:

@@ -79,9 +79,10 @@ class RunState:
             (self.recipe, asdict(recipe)),
         ):
             for name, value in asked.items():
-                if saved.get(name) != value:
+                # fields that came after the run was begun had its values as defaults
+                if saved.get(name, value) != value:
                     raise ConfigError(
-                        f"the unfinished run has {name} {saved.get(name)!r}, not {value!r}; "
+                        f"the unfinished run has {name} {saved[name]!r}, not {value!r}; "
                         "resume with the options that it was started with",
                         param=name,
                     )

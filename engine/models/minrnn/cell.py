@@ -1,8 +1,8 @@
 """Cell: a recurrence between two linear projections.
 
 A cell projects its input to pre-activations, runs its recurrence over them, and projects the hidden
-states back. Only the recurrence differs between cells (engine/models/recurrence.py, which also says
-how sequences are packed).
+states back. Cells differ in the recurrence (engine/models/recurrence.py, which also says how
+sequences are packed), and HGRN has a gated norm after it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engine.models.gated import GatedRMSNorm
 from engine.models.minrnn.config import MinRnnConfig
-from engine.models.program import Linear, Recurrence, Stage
+from engine.models.program import GatedNorm, Linear, Recurrence, Stage
 from engine.models.quantized import QuantLinear, linear
 from engine.models.recurrence import CELLS
 
@@ -44,6 +45,9 @@ class Cell(nn.Module):
         )
         self.gates = linear(
             config, config.d_model, self.operators.gates * config.inner, bias=config.cell_bias
+        )
+        self.norm = (
+            GatedRMSNorm(config.inner, eps=config.norm_eps) if self.operators.output_gate else None
         )
         self.out: nn.Module = (
             linear(config, config.inner, config.d_model, bias=config.out_bias)
@@ -74,19 +78,17 @@ class Cell(nn.Module):
 
         Each sequence's last hidden state is written to its row of `state` [rows, inner].
         """
-        h = self.operators.scan(
-            self.recurrence, self.gates(x), state, cu_seqlens, slots, per_channel
-        )
-        y: Tensor = self.out(h)
-        return y
+        pre = self.gates(x)
+        h = self.operators.scan(self.recurrence, pre, state, cu_seqlens, slots, per_channel)
+        return self._project(h, pre)
 
     def step(
         self, x: Tensor, state: Tensor, slots: Tensor, per_channel: Tensor | None = None
     ) -> Tensor:
         """Read one token of every sequence: x [batch, d_model] -> [batch, d_model]."""
-        h = self.operators.step(self.recurrence, self.gates(x), state, slots, per_channel)
-        y: Tensor = self.out(h)
-        return y
+        pre = self.gates(x)
+        h = self.operators.step(self.recurrence, pre, state, slots, per_channel)
+        return self._project(h, pre)
 
     def forward(self, x: Tensor, per_channel: Tensor | None = None) -> Tensor:
         """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
@@ -95,7 +97,13 @@ class Cell(nn.Module):
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
         h0 = None if self.initial is None else self.initial_state().expand(batch, -1)
         h = self.operators.train(self.recurrence, pre, cu_seqlens, h0, per_channel)
-        y: Tensor = self.out(h.view(batch, time, -1))
+        return self._project(h.view(batch, time, -1), pre.view(batch, time, -1))
+
+    def _project(self, h: Tensor, pre: Tensor) -> Tensor:
+        """Gate h [..., inner] if the cell has an output gate, and project it."""
+        if self.norm is not None:
+            h = self.norm(h, pre[..., -self.inner :])
+        y: Tensor = self.out(h)
         return y
 
     def stages(self, per_channel: Callable[[], Tensor] | None) -> list[Stage]:
@@ -104,6 +112,8 @@ class Cell(nn.Module):
             Linear(self.gates),
             dataclasses.replace(self.recurrence, lower_bound=per_channel),
         ]
+        if self.norm is not None:
+            stages.append(GatedNorm(self.norm))
         if not isinstance(self.out, nn.Identity):
             stages.append(Linear(cast("nn.Linear | QuantLinear", self.out)))
         return stages

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from engine.config import ModelConfig, check, check_integers, is_number
 from engine.state_spec import StateSpec
 
-CellName = Literal["mingru", "minlstm"]
+CellName = Literal["mingru", "minlstm", "hgrn"]
 Candidate = Literal["g", "linear"]
 
 
@@ -33,12 +33,13 @@ class MinRnnConfig(ModelConfig):
     mlp_bias: bool = True
     conv_bias: bool = True
     head_bias: bool = False
-    candidate: Candidate = "g"
+    candidate: Candidate = "g"  # minGRU and minLSTM
     normalize_gates: bool = True  # minLSTM: scale the gates so that f' + i' = 1
+    lower_bounds: bool = True  # HGRN: learned least forget gates, which rise from layer to layer
     learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
 
     def __post_init__(self) -> None:
-        check(self.cell in get_args(CellName), "cell", self.cell, '"mingru" or "minlstm"')
+        check(self.cell in get_args(CellName), "cell", self.cell, '"mingru", "minlstm" or "hgrn"')
         super().__post_init__()
         check_integers(self, ("conv_kernel", 0, 256, False))
         check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")
@@ -53,6 +54,12 @@ class MinRnnConfig(ModelConfig):
         check(self.inner >= 1, "expansion", self.expansion, "d_model * expansion of at least 1")
         check(self.candidate in get_args(Candidate), "candidate", self.candidate, '"g", "linear"')
         check(
+            self.cell != "hgrn" or self.candidate == "g",
+            "candidate",
+            self.candidate,
+            '"g" with the cell "hgrn", whose candidate is silu(i)',
+        )
+        check(
             self.out_projection or self.inner == self.d_model,
             "out_projection",
             self.out_projection,
@@ -66,8 +73,8 @@ class MinRnnConfig(ModelConfig):
 
     @property
     def gates(self) -> int:
-        """Pre-activations per channel: 2 for minGRU (k, v), 3 for minLSTM (f, i, v)."""
-        return {"mingru": 2, "minlstm": 3}[self.cell]
+        """Pre-activations per channel: minGRU's k, v; minLSTM's f, i, v; HGRN's i, f, g."""
+        return {"mingru": 2, "minlstm": 3, "hgrn": 3}[self.cell]
 
     @property
     def mlp_hidden(self) -> int:
@@ -83,7 +90,12 @@ class MinRnnConfig(ModelConfig):
         return cell, StateSpec("conv", self.n_layers, (self.conv_kernel - 1, self.d_model))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as the object of a config.json; "minrnn" is the default family."""
+        """Return the config as the object of a config.json; "minrnn" is the default family.
+
+        Other cells' folders stay as they were before there was HGRN.
+        """
         values = super().to_dict()
         del values["family"]
+        if self.cell != "hgrn":
+            del values["lower_bounds"]
         return values

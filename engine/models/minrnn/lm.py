@@ -25,6 +25,7 @@ from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.conv import CausalConv
 from engine.models.program import LayerProgram, Stage
 from engine.models.quantized import linear
+from engine.models.recurrence import lower_bounds_of
 
 
 class MLP(nn.Module):
@@ -115,6 +116,7 @@ class LM(LanguageModel):
 
     Initial values are torch's defaults, as in the paper's public implementations: linear maps
     uniform within 1 / sqrt(inputs), embeddings N(0, 1), tied ones N(0, 1 / d_model).
+    HGRN's lower bounds begin as equal steps from layer to layer.
     """
 
     config: MinRnnConfig
@@ -124,6 +126,9 @@ class LM(LanguageModel):
         self.dropout = nn.Dropout(dropout)
         if config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.lower_bounds: nn.Parameter | None = None
+        if config.cell == "hgrn" and config.lower_bounds:
+            self.lower_bounds = nn.Parameter(torch.zeros(config.n_layers, config.inner))
         if config.quantization is not None:
             self.requires_grad_(False)
 
@@ -131,6 +136,10 @@ class LM(LanguageModel):
         """Compute logits differentiably, with dropout in training mode; see LanguageModel."""
         x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
         return self._read(x)
+
+    def channel_parameters(self) -> Sequence[Tensor | None]:
+        """Return each layer's lower bounds of the forget gate, fp32 [inner]; None: it has none."""
+        return lower_bounds_of(self.lower_bounds, self.config.n_layers)
 
     @torch.no_grad()
     def initial_state(self) -> dict[str, Tensor]:
