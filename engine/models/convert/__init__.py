@@ -1,6 +1,6 @@
 """Converts other projects' weights: from a state dict to a checkpoint folder.
 
-reading.py gets tensors out of files, minlm.py knows the layouts, and `convert` here writes the
+engine/models/state_dicts.py reads files, a family knows its layouts, and `convert` here writes the
 folder, completely or not at all.
 """
 
@@ -19,8 +19,6 @@ from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.model_files import has_file, has_folder, read_through
 from engine.models import registry
-from engine.models.convert.minlm import from_state_dict
-from engine.models.convert.reading import read_state_dict
 from engine.models.language_model import LanguageModel
 from engine.models.loader import (
     CHAT,
@@ -32,7 +30,9 @@ from engine.models.loader import (
     save_model,
     with_generation_config,
 )
+from engine.models.minrnn.minlm import from_state_dict
 from engine.models.quantize import NotFiniteError
+from engine.models.state_dicts import read_state_dict
 
 __all__ = ["convert"]
 
