@@ -6,7 +6,8 @@
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
     python -m loadtest.engine --deterministic --only decode prefill
 
-Models: 6.3m, 25m, 113m and 1.3b with random weights, bundled names, checkpoint folders.
+Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m and hgrn-1.3b with random weights, bundled names,
+checkpoint folders.
 
 Parts, chosen with --only:
     decode     a step of the runner, from a plan to ids on the host, greedy: ms and tokens/s
@@ -16,7 +17,8 @@ Parts, chosen with --only:
     engine     the whole engine: requests added, and stepped until all are done
     prefill    one prompt by its length, and what the next token costs after it
     gemm       the model's bare matrix products at each batch
-    peer       the same weights in plain PyTorch, and minGRU-pytorch for prompts (fp32)
+    peer       the same weights in plain PyTorch, and in the published package, if it is installed:
+               minGRU-pytorch for prompts (fp32), flash-linear-attention (fla) for HGRN
 
 Limits are measured in the same run: the bandwidth of a kernel that only reads, and the rate of the
 bare products. A step takes at least the larger of two times: its weights' bytes over the bandwidth,
@@ -33,7 +35,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,10 +54,10 @@ from loadtest.lm_driving import load
 from loadtest.lm_figures import ModelFigures
 from loadtest.lm_limits import read_bandwidth
 from loadtest.lm_measure import PARTS, Asked, fitting, measure, reason
-from loadtest.lm_models import SIZES, Subject, subject, work
+from loadtest.lm_models import SIZES, Subject, cells_of, subject, work
 from loadtest.lm_plots import engine_png
 from loadtest.lm_tables import print_checks, print_model
-from loadtest.peers.torch_lm import Mode
+from loadtest.peers.decoder import Mode
 from loadtest.report import command_line, environment, print_environment, save_json
 from loadtest.timing import release_memory
 
@@ -214,7 +216,7 @@ def _peer_mode(name: str, kind: str) -> Mode:
     return modes[name]
 
 
-def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, DtypeName]]:
+def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, str, DtypeName]]:
     """Yield each model once per type, and the sizes once per cell too.
 
     Raises CheckpointError for a name that is neither a size nor a checkpoint.
@@ -222,7 +224,7 @@ def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, CellName, 
     for name in args.models or [*MODELS[kind], *loader.bundled_names()]:
         if name not in SIZES:
             loader.resolve(name)
-        cells: Sequence[CellName] = args.cell if name in SIZES else args.cell[:1]
+        cells = cells_of(name, args.cell) if name in SIZES else args.cell[:1]
         for cell in cells:
             for dtype in args.dtype:
                 yield name, cell, dtype

@@ -36,6 +36,10 @@ ENGINE_OF_RUNNER = {"1.3b": 0.9, "113m": 0.8}
 ENGINE_BATCH = 1024
 SAMPLING_COST = {"1.3b": 1.05}
 SAMPLING_COST_ELSEWHERE = 1.15
+HGRN_OF_MINGRU = 0.85  # share of the limit at a batch, of our minGRU's of as many weights
+HGRN_PREFILL_OF_LIMIT = 0.6
+HGRN_PREFILL_TIMES_FLA = 1.5
+HGRN_PEERS = {"hgrn-1.3b": "1.3b"}
 QUANTISED_13B = 1.6  # times bf16 at batch 1
 
 DETERMINISTIC = 0.9  # of the default
@@ -112,8 +116,35 @@ def _gpu(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Chec
     if plain and figures.cell == "mingru":
         for prompt in figures.prefill:
             yield from _gpu_prefill(figures, prompt)
+    if plain and figures.size in HGRN_PEERS:
+        yield from _hgrn(figures, models)
     if figures.size == "1.3b" and figures.quantization is not None:
         yield from _times_unquantised(figures, models)
+
+
+def _hgrn(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Check]:
+    beside = HGRN_PEERS[figures.size or ""]
+    for other in models:
+        if (other.size, other.cell, other.dtype) != (beside, "mingru", "bfloat16"):
+            continue
+        if other.quantization is not None or other.deterministic:
+            continue
+        for row in figures.decode:
+            its = other.at_batch(row.batch)
+            if row.greedy and its is not None and its.greedy:
+                ours = figures.decode_limit(row.batch) / row.greedy
+                share = ours / (other.decode_limit(row.batch) / its.greedy)
+                what = f"share of the limit over {beside} minGRU's, batch {row.batch}"
+                yield Check(figures.label, what, share, HGRN_OF_MINGRU, "share")
+    for prompt in figures.prefill:
+        if not prompt.seconds or prompt.tokens < GPU_PREFILL_TOKENS:
+            continue
+        what = f"prefill of {prompt.tokens:,}"
+        share = figures.prefill_limit(prompt.tokens) / prompt.seconds
+        yield Check(figures.label, f"{what}, of the limit", share, HGRN_PREFILL_OF_LIMIT, "share")
+        if prompt.package:
+            times = prompt.package / prompt.seconds
+            yield Check(figures.label, f"{what}, times fla", times, HGRN_PREFILL_TIMES_FLA, "times")
 
 
 def _decode_rate(figures: ModelFigures, row: Decode) -> Iterator[Check]:

@@ -25,6 +25,7 @@ class Decode:
     reported_engine: float | None = None  # the whole engine with these
     engine: float | None = None  # the whole engine, greedy
     peer: float | None = None  # the same model in plain PyTorch, greedy
+    package: float | None = None  # in the package that publishes such models, greedy
     gemm: float | None = None  # the bare matrix products
     default: float | None = None  # `greedy` of the same model where it is not deterministic
     notes: dict[str, str] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Prefill:
     seconds: float | None = None
     next_step: float | None = None  # a decode step of the one sequence that has read them
     peer: float | None = None
-    min_lm: float | None = None  # minGRU-pytorch, fp32
+    package: float | None = None  # the package that publishes such models
     gemm: float | None = None  # the bare matrix products, read in pieces as the runner does
     default: float | None = None  # `seconds` of the same model where it is not deterministic
     notes: dict[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class ModelFigures:
     read_rate: float  # bytes per second
     step_tokens: int  # prompt tokens that the runner reads at once
     deterministic: bool = False
+    package: str | None = None  # name of the package that is a peer
     decode: list[Decode] = field(default_factory=list)
     prefill: list[Prefill] = field(default_factory=list)
     agreement: Agreement | None = None

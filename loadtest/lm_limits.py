@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from loadtest.lm_models import head_matrix, layer_matrices
 from loadtest.timing import (
     Call,
@@ -56,7 +56,7 @@ def _whole_rows(count: int) -> int:
 
 
 def gemm_sequence(
-    model: LM, rows: int, head_rows: int, device: torch.device, seconds: float = 0.15
+    model: LanguageModel, rows: int, head_rows: int, device: torch.device, seconds: float = 0.15
 ) -> float:
     """Return the seconds of all matrix products of `model` for `rows` tokens.
 
@@ -92,7 +92,7 @@ def _plain(matrix: Tensor) -> Linear:
     return lambda x: functional.linear(x, matrix)
 
 
-def _head(model: LM) -> Linear:
+def _head(model: LanguageModel) -> Linear:
     matrix = head_matrix(model)
     if matrix.is_cuda and matrix.dtype != torch.float32:  # logits are fp32, whatever the weights
         return lambda x: torch.mm(x, matrix.t(), out_dtype=torch.float32)

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.protocol.sampling_params import SamplingParams
 from engine.runner.model_runner import ModelRunner
 from loadtest.layers_timing import Budget
@@ -30,16 +30,19 @@ from loadtest.lm_driving import (
 )
 from loadtest.lm_figures import Agreement, Decode, ModelFigures, Prefill
 from loadtest.lm_limits import gemm_sequence
-from loadtest.peers import torch_lm
-from loadtest.peers.torch_lm import Decoder, Mode
+from loadtest.peers.decoder import Mode
+from loadtest.peers.models import (
+    PackagePeer,
+    package_peer,
+    plain_decoder,
+    plain_prompt_reader,
+)
 from loadtest.report import median
 from loadtest.timing import release_memory
 
 PARTS = ("decode", "sampled", "penalised", "reported", "engine", "prefill", "gemm", "peer")
 #: The gap that rounding explains, in deviations of a row's logits.
 TOLERANCES = {"float32": 2e-3, "float16": 0.02, "bfloat16": 0.1, "int8": 0.3, "fp8": 1.0}
-#: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
-MIN_LM_TOKENS = 16_384
 NO_TIME = "no time left"
 _AGREEMENT_STEPS = 6
 _SAMPLES_OF_STEPS = 3
@@ -110,7 +113,7 @@ def fitting(batches: Iterable[int], figures: ModelFigures, vocab: int, free: int
 def measure(
     figures: ModelFigures,
     runner: ModelRunner,
-    model: LM,
+    model: LanguageModel,
     asked: Asked,
     budget: Budget,
     known: ModelFigures | None = None,
@@ -207,7 +210,7 @@ def _prompt(rows: _Rows, row: Prefill, runner: ModelRunner, asked: Asked) -> Non
 
 
 def _bare_gemms(
-    rows: _Rows, figures: ModelFigures, model: LM, device: torch.device, seconds: float
+    rows: _Rows, figures: ModelFigures, model: LanguageModel, device: torch.device, seconds: float
 ) -> None:
     for row in figures.decode:
         batch = row.batch
@@ -228,27 +231,30 @@ def _bare_gemms(
 
 
 def _take_over(figures: ModelFigures, known: ModelFigures) -> None:
+    figures.package = known.package
     for row in figures.decode:
         other = known.at_batch(row.batch)
         if other is not None:
-            row.gemm, row.peer = other.gemm, other.peer
+            row.gemm, row.peer, row.package = other.gemm, other.peer, other.package
             row.default = other.greedy if figures.deterministic else None
     prompts = {row.tokens: row for row in known.prefill}
     for prompt in figures.prefill:
         same = prompts.get(prompt.tokens)
         if same is None:  # its model did not load
             continue
-        prompt.gemm, prompt.peer, prompt.min_lm = same.gemm, same.peer, same.min_lm
+        prompt.gemm, prompt.peer, prompt.package = same.gemm, same.peer, same.package
         prompt.default = same.seconds if figures.deterministic else None
 
 
-def _agreement(figures: ModelFigures, runner: ModelRunner, model: LM) -> Agreement | None:
+def _agreement(
+    figures: ModelFigures, runner: ModelRunner, model: LanguageModel
+) -> Agreement | None:
     """Decode greedily, and let the peer read the same tokens; None without a batch for it."""
     if not figures.decode:
         return None
     batch = min(16, max(row.batch for row in figures.decode))
     tolerance = TOLERANCES[figures.quantization or figures.dtype]
-    peer = Decoder(model, batch, "eager")
+    peer = plain_decoder(model, batch, "eager")
     device = peer.tokens.device
     equal, worst = 0, 0.0
     with decoding(runner, batch, GREEDY) as ours:
@@ -263,23 +269,26 @@ def _agreement(figures: ModelFigures, runner: ModelRunner, model: LM) -> Agreeme
 
 
 def _peers(
-    rows: _Rows, figures: ModelFigures, model: LM, asked: Asked, device: torch.device
+    rows: _Rows, figures: ModelFigures, model: LanguageModel, asked: Asked, device: torch.device
 ) -> None:
+    package = package_peer(model)
+    figures.package = None if package is None else package.name
     for row in figures.decode:
         rows.fill(row, "peer", functools.partial(_peer_step, model, row.batch, asked))
-    read = functools.cache(functools.partial(torch_lm.min_lm, model.config, device))
+        if package is not None:
+            rows.fill(
+                row, "package", functools.partial(_package_step, package, row.batch, asked, device)
+            )
     for prompt in figures.prefill:
         ids = torch.tensor(random_prompt(prompt.tokens, model.config.vocab_size), device=device)
         rows.fill(prompt, "peer", functools.partial(_peer_prompt, model, ids, asked))
-        if prompt.tokens <= MIN_LM_TOKENS:
-            rows.fill(prompt, "min_lm", functools.partial(_min_lm_prompt, read, ids, asked))
-        else:
-            prompt.notes["min_lm"] = "needs memory for the logits of every token"
+        if package is not None:
+            rows.fill(prompt, "package", functools.partial(_package_prompt, package, ids, asked))
 
 
-def _peer_step(model: LM, batch: int, asked: Asked) -> float:
+def _peer_step(model: LanguageModel, batch: int, asked: Asked) -> float:
     """Return the seconds of the peer's step; its tokens reach the host every few steps."""
-    peer = Decoder(model, batch, asked.peer)
+    peer = plain_decoder(model, batch, asked.peer)
 
     def sample() -> float:
         start = perf_counter()
@@ -291,8 +300,8 @@ def _peer_step(model: LM, batch: int, asked: Asked) -> float:
     return typical(sample, asked.seconds)
 
 
-def _peer_prompt(model: LM, ids: torch.Tensor, asked: Asked) -> float:
-    read = torch_lm.prompt_reader(model, len(ids), asked.peer)
+def _peer_prompt(model: LanguageModel, ids: torch.Tensor, asked: Asked) -> float:
+    read = plain_prompt_reader(model, len(ids), asked.peer)
 
     def sample() -> float:
         start = perf_counter()
@@ -302,14 +311,24 @@ def _peer_prompt(model: LM, ids: torch.Tensor, asked: Asked) -> float:
     return typical(sample, asked.seconds)
 
 
-def _min_lm_prompt(
-    make: Callable[[], Callable[[torch.Tensor], torch.Tensor]], ids: torch.Tensor, asked: Asked
-) -> float:
-    read = make()
+def _package_step(package: PackagePeer, batch: int, asked: Asked, device: torch.device) -> float:
+    """Return the seconds of a step of the package; its tokens reach the host every few steps."""
+    step = package.step(batch, device)
 
     def sample() -> float:
         start = perf_counter()
-        read(ids)[0, -1].argmax(-1).tolist()
+        for _ in range(_PEER_STEPS - 1):
+            step()
+        step().tolist()
+        return (perf_counter() - start) / _PEER_STEPS
+
+    return typical(sample, asked.seconds)
+
+
+def _package_prompt(package: PackagePeer, ids: torch.Tensor, asked: Asked) -> float:
+    def sample() -> float:
+        start = perf_counter()
+        package.prompt(ids).argmax(-1).tolist()
         return perf_counter() - start
 
     return typical(sample, asked.seconds)

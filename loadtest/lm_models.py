@@ -12,7 +12,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.config import DtypeName
-from engine.models import loader
+from engine.config import DtypeName, ModelConfig
+from engine.models import loader, registry
+from engine.models.hgrn.config import HgrnConfig
+from engine.models.language_model import LanguageModel
 from engine.models.minrnn.config import CellName, MinRnnConfig
-from engine.models.minrnn.lm import LM
+from engine.models.program import Residual
 
-#: The name says the parameters with minGRU cells; minLSTM has a third gate and so a few more.
-SIZES: dict[str, dict[str, Any]] = {
+#: Our own block. The name says the parameters with minGRU cells; minLSTM has a third gate.
+MINRNN_SIZES: dict[str, dict[str, Any]] = {
     "6.3m": {"d_model": 384, "n_layers": 3, "expansion": 2.0, "vocab_size": 66},
     "25m": {  # half of it is the embedding and the head
         "d_model": 384,
@@ -51,6 +53,25 @@ SIZES: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
 }
+#: HGRN of the widths of the published models (1.3 B: fla-hub/hgrn-1.3B), and one near 113m.
+HGRN_SIZES: dict[str, dict[str, Any]] = {
+    "hgrn-113m": {
+        "d_model": 768,
+        "n_layers": 12,
+        "inner": 768,
+        "mlp_hidden": 2304,
+        "vocab_size": 32_000,
+        "tie_embeddings": True,
+    },
+    "hgrn-1.3b": {
+        "d_model": 2048,
+        "n_layers": 24,
+        "inner": 2048,
+        "mlp_hidden": 5632,
+        "vocab_size": 32_000,
+    },
+}
+SIZES = {**MINRNN_SIZES, **HGRN_SIZES}
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -61,39 +82,48 @@ class Subject:
     name: str
     size: str | None
     folder: Path
-    config: MinRnnConfig
-    model: LM  # the same weights in plain modules, for limits and peers
+    config: ModelConfig
+    model: LanguageModel  # the same weights in plain modules, for limits and peers
 
 
-def size_config(size: str, cell: CellName, dtype: DtypeName) -> MinRnnConfig:
+def cells_of(size: str, asked: Sequence[CellName]) -> Sequence[str]:
+    """Return the cells with which a size is measured: those asked for, or the only one it has."""
+    return ["hgrn"] if size in HGRN_SIZES else asked
+
+
+def size_config(size: str, cell: str, dtype: DtypeName) -> ModelConfig:
     """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
-    return MinRnnConfig(cell=cell, dtype=dtype, mlp_ratio=4.0, **SIZES[size])
+    if size in HGRN_SIZES:
+        return HgrnConfig(dtype=dtype, **HGRN_SIZES[size])
+    return MinRnnConfig(
+        cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **MINRNN_SIZES[size]
+    )
 
 
 @torch.no_grad()
 def random_model(
-    config: MinRnnConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> LM:
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> LanguageModel:
     """Return a model with random weights, drawn on the device.
 
     Every linear map keeps the variance of its input; maps that end a residual branch divide it by
     the number of branches. Their rows have mean 0, because hidden states and GELU's outputs have a
     large common mean, which would otherwise give every token the same logits.
     """
-    with torch.device("meta"):
-        model = LM(config)
-    model = model.to(dtype).to_empty(device=device).eval()
+    model = _meta(config).to(dtype).to_empty(device=device).eval()
     random = torch.Generator(device).manual_seed(seed)
-    branches = config.n_layers * sum((True, config.mlp_hidden > 0, config.conv_kernel > 0))
+    branches = sum(isinstance(one, Residual) for layer in model.program().layers for one in layer)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
             weight.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             continue
         weight.normal_(generator=random)
+        if name == "lower_bounds":
+            continue
         if name == "embedding.weight":
             weight.mul_(config.d_model**-0.5 if config.tie_embeddings else 1.0)
             continue
-        ends_branch = name.endswith(("cell.out.weight", "mlp.down.weight"))
+        ends_branch = name.endswith(("out.weight", "mlp.down.weight"))
         if ends_branch:
             weight.sub_(weight.mean(dim=1, keepdim=True))
         weight.mul_(1 / math.sqrt(weight.shape[1] * (branches if ends_branch else 1)))
@@ -101,7 +131,7 @@ def random_model(
 
 
 @contextmanager
-def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -> Iterator[Subject]:
+def subject(name: str, cell: str, device: torch.device, dtype: DtypeName) -> Iterator[Subject]:
     """Yield the named model as a checkpoint folder, and in memory with weights of `dtype`.
 
     A folder that was made is removed at the end. A checkpoint keeps its own cell.
@@ -111,11 +141,9 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
     """
     if name not in SIZES:
         folder = loader.resolve(name)
-        if getattr(loader.load_config(folder), "quantization", None) is not None:
+        if loader.load_config(folder).quantization is not None:
             raise ValueError(f"{name}: is quantised; name the checkpoint it was made from")
         model, config = loader.load_model(folder, device, dtype)
-        if not isinstance(config, MinRnnConfig) or not isinstance(model, LM):
-            raise ValueError(f"{name}: is of the family {config.family!r}; allowed: minrnn")
         yield Subject(
             name, None, folder, dataclasses.replace(config, dtype=dtype or config.dtype), model
         )
@@ -123,7 +151,7 @@ def subject(name: str, cell: CellName, device: torch.device, dtype: DtypeName) -
     config = size_config(name, cell, dtype)
     model = random_model(config, device, loader.DTYPES[dtype])
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    label = f"{name}-{cell}"
+    label = name if name in HGRN_SIZES else f"{name}-{cell}"
     with tempfile.TemporaryDirectory(prefix="minserve-", dir=_room_for(2 * size)) as parent:
         folder = Path(parent) / label
         loader.save_model(folder, model, config, dtype)
@@ -152,18 +180,13 @@ class Work:
         return self.weight_bytes + 2 * batch * self.state_bytes
 
 
-def work(config: MinRnnConfig, dtype: torch.dtype, quantization: str | None = None) -> Work:
-    """Return the work of a model of this config with weights of `dtype`, quantised or not.
-
-    Raises ValueError if this version does not know the quantisation.
-    """
+def work(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> Work:
+    """Return the work of a model of this config with weights of `dtype`, quantised or not."""
     full = _meta(config)
     parameters = sum(weight.numel() for weight in full.parameters())
     unread = 0 if config.tie_embeddings else full.embedding.weight.numel() * dtype.itemsize
     stored = full
     if quantization is not None:
-        if "quantization" not in {field.name for field in dataclasses.fields(config)}:
-            raise ValueError("this version of the engine does not quantise weights")
         stored = _meta(dataclasses.replace(config, **cast(Any, {"quantization": quantization})))
     size = sum(_bytes(name, tensor, dtype) for name, tensor in stored.state_dict().items())
     head = config.vocab_size * config.d_model
@@ -177,9 +200,9 @@ def work(config: MinRnnConfig, dtype: torch.dtype, quantization: str | None = No
     )
 
 
-def _meta(config: MinRnnConfig) -> LM:
+def _meta(config: ModelConfig) -> LanguageModel:
     with torch.device("meta"):
-        return LM(config)
+        return registry.build(config)
 
 
 def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
@@ -191,11 +214,11 @@ def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype.itemsize if plain else tensor.dtype.itemsize)
 
 
-def layer_matrices(model: LM) -> list[Tensor]:
+def layer_matrices(model: LanguageModel) -> list[Tensor]:
     """Return the weights [out, in] of all linear maps except the head, in order of use."""
     return [module.weight for module in model.layers.modules() if isinstance(module, nn.Linear)]
 
 
-def head_matrix(model: LM) -> Tensor:
+def head_matrix(model: LanguageModel) -> Tensor:
     """Return the head's weights [vocab, d_model]."""
     return model.embedding.weight if model.head is None else model.head.weight

@@ -62,6 +62,7 @@ def print_decode(figures: ModelFigures) -> None:
             "of runner": [_share(row.greedy, row.engine) for row in rows],
             "PyTorch, tokens/s": [_per_second(row.batch, row.peer) for row in rows],
             "times PyTorch": [_times(row.peer, row.greedy) for row in rows],
+            f"{figures.package}, tokens/s": [_per_second(row.batch, row.package) for row in rows],
             "remarks": [_remarks(row) for row in rows],
         },
     )
@@ -83,7 +84,7 @@ def print_prefill(figures: ModelFigures) -> None:
             "of them": [_share(row.gemm, row.seconds) for row in rows],
             "PyTorch, tokens/s": [_per_second(row.tokens, row.peer) for row in rows],
             "times PyTorch": [_times(row.peer, row.seconds) for row in rows],
-            "minGRU-pytorch, tokens/s": [_per_second(row.tokens, row.min_lm) for row in rows],
+            f"{figures.package}, tokens/s": [_per_second(row.tokens, row.package) for row in rows],
             "a decode step after it, ms": [_number(row.next_step, ".4f", 1000) for row in rows],
             "remarks": [_remarks(row) for row in rows],
         },

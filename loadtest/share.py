@@ -33,7 +33,7 @@ from loadtest.grammars import make_tokenizer
 from loadtest.lm_driving import GREEDY, engine_seconds, load
 from loadtest.lm_measure import typical
 from loadtest.lm_models import SIZES, subject
-from loadtest.peers.torch_lm import Decoder
+from loadtest.peers.models import plain_decoder
 from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 from service.terminal.bench.command import measure
@@ -65,7 +65,7 @@ def engine_alone(runner: ModelRunner, args: argparse.Namespace) -> float:
 
 def peer_alone(model: Any, args: argparse.Namespace) -> float:
     """Return the tokens per second of PyTorch."""
-    decoder = Decoder(model, PEER_ROWS, "compile" if args.device == "cpu" else "graph")
+    decoder = plain_decoder(model, PEER_ROWS, "compile" if args.device == "cpu" else "graph")
 
     def steps() -> float:
         start = time.perf_counter()

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,9 +18,8 @@ from torch.nn import functional
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from loadtest.lm_models import head_matrix
+from loadtest.peers.decoder import Mode, PlainDecoder, compiled
 
-Result = TypeVar("Result")
-Mode = Literal["eager", "graph", "compile"]
 #: Tokens of a prompt that the log-space scan takes at once.
 PIECE = 4096
 
@@ -62,18 +61,13 @@ def _layers(model: LM) -> Iterable[Layer]:
     return cast("Iterable[Layer]", model.layers)
 
 
-class Decoder:
-    """Decodes `batch` sequences from the initial state; the state stays on the device.
-
-    Mode `compile` freezes the weights, so that torch may change their layout. Raises ValueError for
-    an unknown cell, and whatever capturing and compiling raise.
-    """
+class Decoder(PlainDecoder):
+    """Decodes minGRU and minLSTM; see PlainDecoder. Raises ValueError for an unknown cell."""
 
     def __init__(self, model: LM, batch: int, mode: Mode) -> None:
         _supported(model.config)
         config, weight = model.config, model.embedding.weight
         self._model = model
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         self._hidden = [
             torch.empty(batch, config.inner, device=weight.device) for _ in range(config.n_layers)
         ]
@@ -82,9 +76,7 @@ class Decoder:
             torch.empty(taps, batch, config.d_model, device=weight.device, dtype=weight.dtype)
             for _ in range(config.n_layers)
         ]
-        self.reset()
-        self._replay = self._made(mode)
-        self.reset()
+        super().__init__(batch, mode, weight.device)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -94,10 +86,6 @@ class Decoder:
             hidden.copy_(initial.expand_as(hidden))
         for window in self._inputs:
             window.zero_()
-
-    def step(self) -> None:
-        """Read `tokens` [batch], and replace them by the greedy next ones."""
-        self._replay()
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -118,46 +106,6 @@ class Decoder:
                 x = x + layer.mlp(x)
         return _logits(model, model.norm(x))
 
-    def _step(self) -> None:
-        self.tokens.copy_(self.logits(self.tokens).argmax(-1))
-
-    def _made(self, mode: Mode) -> Callable[[], object]:
-        if mode == "graph":
-            return self._captured()
-        if mode == "compile":
-            return self._compiled()
-        return self._step
-
-    def _captured(self) -> Callable[[], object]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        return graph.replay
-
-    def _compiled(self) -> Callable[[], object]:
-        return _compiled(self._step)
-
-
-def _compiled(step: Callable[..., Result], *example: Tensor) -> Callable[..., Result]:
-    """Compile `step` with torch.compile for inputs like `example`, with constant weights."""
-    import torch._inductor.config as inductor  # slow to import
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, dynamic=False)
-    with torch.no_grad(), inductor.patch(freezing=True):
-        compiled(*example)
-
-    @torch.no_grad()
-    def run(*inputs: Tensor) -> Result:
-        return compiled(*inputs)
-
-    return run
-
 
 def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tensor]:
     """Return `read_prompt` of `model` for prompts of `length` tokens.
@@ -171,7 +119,7 @@ def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tens
 
     if mode != "compile" or length > PIECE:
         return read
-    return _compiled(read, torch.zeros(length, dtype=torch.int64, device=model.norm.weight.device))
+    return compiled(read, torch.zeros(length, dtype=torch.int64, device=model.norm.weight.device))
 
 
 @torch.no_grad()

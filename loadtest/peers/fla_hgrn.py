@@ -1,0 +1,80 @@
+"""HGRN of the package flash-linear-attention (fla) with the same weights, on a GPU.
+
+It runs eagerly, with the package's own cache and kernels, as its users run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.models.hgrn.lm import HgrnLM
+from engine.models.registry import family_of
+
+
+def published_state_dict(model: HgrnLM) -> dict[str, Tensor]:
+    """Return the model's weights under the names of the package, as views of them."""
+    weights, found = model.state_dict(), {}
+    for name, parts in family_of(model.config).published_weights(model.config, {}).tensors.items():
+        rows = weights[name].split([part.shape[0] for part in parts])
+        found.update(
+            {part.name: row.view(part.shape) for part, row in zip(parts, rows, strict=True)}
+        )
+    return found
+
+
+class FlaModel:
+    """The package's `HGRNForCausalLM`. Raises ImportError if the package is not installed."""
+
+    def __init__(self, model: HgrnLM) -> None:
+        from fla.models.hgrn import HGRNConfig, HGRNForCausalLM
+
+        config = model.config
+        theirs = HGRNConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.n_layers,
+            expand_ratio=config.inner // config.d_model,
+            intermediate_size=config.mlp_hidden,
+            use_short_conv=config.conv_kernel > 0,
+            conv_size=config.conv_kernel or 4,
+            use_lower_bound=config.lower_bounds,
+            norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tie_embeddings,
+            fuse_cross_entropy=False,
+        )
+        weight = model.norm.weight
+        with torch.device("meta"):
+            made = HGRNForCausalLM(theirs)
+        weights = published_state_dict(model)
+        if config.tie_embeddings:
+            weights["lm_head.weight"] = weights["model.embeddings.weight"]
+        made.load_state_dict(weights, strict=True, assign=True)
+        self._model: Any = made.to(weight.dtype).to(weight.device).eval()
+
+    @torch.no_grad()
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits of its last token [vocab]."""
+        found = self._model(input_ids=tokens[None], use_cache=True, logits_to_keep=1)
+        logits: Tensor = found.logits[0, -1]
+        return logits
+
+    @torch.no_grad()
+    def decoder(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences greedily."""
+        tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        cache: Any = None
+
+        @torch.no_grad()
+        def step() -> Tensor:
+            nonlocal tokens, cache
+            found = self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            drawn: Tensor = found.logits[:, -1].argmax(-1, keepdim=True)
+            tokens = drawn
+            return drawn
+
+        return step

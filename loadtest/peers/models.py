@@ -1,0 +1,111 @@
+"""The peers of a model by its family: plain PyTorch, and the package that publishes such models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.models.hgrn.lm import HgrnLM
+from engine.models.language_model import LanguageModel
+from engine.models.minrnn.lm import LM
+from loadtest.peers import torch_hgrn, torch_lm
+from loadtest.peers.decoder import Mode, PlainDecoder
+from loadtest.peers.fla_hgrn import FlaModel
+
+#: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
+MIN_LM_TOKENS = 16_384
+
+
+def plain_decoder(model: LanguageModel, batch: int, mode: Mode) -> PlainDecoder:
+    """Return a decoder in plain PyTorch with the same weights.
+
+    Raises ValueError for models that no peer computes.
+    """
+    if isinstance(model, HgrnLM):
+        return torch_hgrn.Decoder(model, batch, mode)
+    return torch_lm.Decoder(_minrnn(model), batch, mode)
+
+
+def plain_prompt_reader(
+    model: LanguageModel, length: int, mode: Mode
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that reads prompts of `length` tokens to their last logits [1, vocab].
+
+    Raises ValueError for models that plain PyTorch cannot read in parallel.
+    """
+    if isinstance(model, HgrnLM):
+        raise ValueError("plain PyTorch has no parallel form of HGRN")
+    return torch_lm.prompt_reader(_minrnn(model), length, mode)
+
+
+def _minrnn(model: LanguageModel) -> LM:
+    if not isinstance(model, LM):
+        raise ValueError(f"no peer for the family {model.config.family!r}")
+    return model
+
+
+class PackagePeer(Protocol):
+    """The package that publishes such models; methods raise ImportError if it is not there."""
+
+    name: str
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return logits whose last row is that of the last token."""
+
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences, or raise ValueError."""
+
+
+class MinGruPytorch:
+    """minGRU-pytorch, for prompts, with random fp32 weights of its own."""
+
+    name = "minGRU-pytorch"
+
+    def __init__(self, model: LM) -> None:
+        self._config, self._device = model.config, model.norm.weight.device
+
+    @cached_property
+    def _read(self) -> Callable[[Tensor], Tensor]:
+        return torch_lm.min_lm(self._config, self._device)
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits [vocab] of its last token."""
+        if len(tokens) > MIN_LM_TOKENS:
+            raise ValueError("needs memory for the logits of every token")
+        return self._read(tokens)[0, -1]
+
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Raise ValueError, because the package has no step whose state is of fixed size."""
+        raise ValueError("the package is measured for prompts only")
+
+
+class Fla:
+    """flash-linear-attention, with the same weights."""
+
+    name = "fla"
+
+    def __init__(self, model: HgrnLM) -> None:
+        self._given = model
+
+    @cached_property
+    def _model(self) -> FlaModel:
+        return FlaModel(self._given)
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits [vocab] of its last token."""
+        return self._model.prompt(tokens)
+
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences."""
+        return self._model.decoder(batch, device)
+
+
+def package_peer(model: LanguageModel) -> PackagePeer | None:
+    """Return the package that publishes models of this family, if it is a peer."""
+    if isinstance(model, HgrnLM):
+        return Fla(model)
+    return MinGruPytorch(model) if isinstance(model, LM) else None
