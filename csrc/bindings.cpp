@@ -30,6 +30,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("minlstm_step", TORCH_BOX(&minserve::minlstm_step));
   m.impl("minlstm_scan_train", TORCH_BOX(&minserve::minlstm_scan_train));
   m.impl("minlstm_scan_train_backward", TORCH_BOX(&minserve::minlstm_scan_train_backward));
+  m.impl("hgrn_scan", TORCH_BOX(&minserve::hgrn_scan));
+  m.impl("hgrn_step", TORCH_BOX(&minserve::hgrn_step));
   m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
   m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
@@ -64,6 +66,13 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "minlstm_step(Tensor pre, Tensor(a!) state, Tensor slots, bool linear_candidate=False, "
       "bool normalize_gates=True) -> Tensor");
+  // HGRN over packed sequences; pre is [tokens, i | f | g], of which g is not read
+  m.def(
+      "hgrn_scan(Tensor pre, Tensor cu_seqlens, Tensor(a!) state, Tensor slots, "
+      "Tensor? lower_bound=None) -> Tensor");
+  // one HGRN step for each row of the batch
+  m.def(
+      "hgrn_step(Tensor pre, Tensor(a!) state, Tensor slots, Tensor? lower_bound=None) -> Tensor");
   // causal depthwise convolution over packed sequences; state holds the last taps - 1 inputs
   m.def(
       "conv_scan(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) state, "

@@ -1,6 +1,7 @@
 // From a cell's kind to its code: the one place where kernels choose between cells.
 #pragma once
 
+#include "hgrn.h"
 #include "kind.h"
 #include "mingru.h"
 #include "minlstm.h"

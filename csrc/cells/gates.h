@@ -32,6 +32,14 @@ struct Parameters {
 template <class V>
 struct Parameters<V, 0> {};
 
+// The backward cell of a cell that has none: its scans are not differentiable.
+template <class V>
+struct NoBackwardCell {};
+template <class Cell>
+constexpr bool kIsThere = true;
+template <class V>
+constexpr bool kIsThere<NoBackwardCell<V>> = false;
+
 // Whether a cell reads all of its pre-activations, one state and nothing else, as kernels take for
 // granted that have no place for parameters.
 template <class Cell>

@@ -37,6 +37,11 @@ std::tuple<Tensor, Tensor> minlstm_scan_train_backward(
     const Tensor& grad_h, const MaybeTensor& grad_h_last, const Tensor& pre, const Tensor& h,
     const Tensor& cu_seqlens, const MaybeTensor& h0, bool linear_candidate, bool normalize_gates);
 
+Tensor hgrn_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                 const Tensor& slots, const MaybeTensor& lower_bound);
+Tensor hgrn_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                 const MaybeTensor& lower_bound);
+
 Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                  const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots);
 Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,

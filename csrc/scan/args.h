@@ -8,6 +8,7 @@ namespace minserve {
 
 constexpr int kMaxInputs = 5;
 constexpr int kMaxOutputs = 3;
+constexpr int kMaxParameters = 1;
 
 // One struct for all scans. What the streams mean is the cell's business (csrc/cells); all
 // have the operator's dtype.
@@ -15,6 +16,7 @@ struct ScanArgs {
   Layout layout;
   Stream inputs[kMaxInputs];
   Stream outputs[kMaxOutputs];
+  const float* parameters[kMaxParameters] = {};  // of the cell, [channels] each; null: zeros
   // State before the first element, for backward cells that read the previous state: rows
   // [sequences, channels], accumulation type; null: zero.
   const void* h0 = nullptr;
@@ -25,8 +27,8 @@ struct ScanArgs {
   std::int64_t last_stride = 0;
   bool linear_candidate = false;
   bool normalize_gates = true;
-  // Whether all streams, and the rows of initial and last, allow 16-byte accesses; set by
-  // launchers.
+  // Whether all streams and parameters, and the rows of initial and last, allow 16-byte accesses;
+  // set by launchers.
   bool aligned = false;
   bool aligned_state = false;
   // On CUDA: sequences of at most so many positions, not over kScanChunk, are left to

@@ -87,6 +87,7 @@ void run_scan_cpu(ScanArgs args, std::optional<CellKind> cell, Dtype dtype, bool
   // Only linear_scan has streams of stride 1 and more channels than one: time is contiguous there.
   const bool in_rows = !cell && args.inputs[0].stride == 1 && lay.channels > 1;
   Work work{args, scan_kernel(cell, in_rows, dtype, backward), {}};
+  if (!work.kernel) no_kernel_of(*cell);  // its backward
   CpuTiling& tiling = work.tiling;
   tiling.past_caches = (inputs + outputs) * row_bytes * lay.tokens > last_level_cache();
   const std::int64_t items = divided_up(lay.channels, kNarrowestItem) * lay.sequences;

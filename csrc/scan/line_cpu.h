@@ -139,13 +139,13 @@ struct Line {
     __builtin_memcpy(p, copy, sizeof(T) * static_cast<unsigned>(part.count));
   }
   // Numbers of the accumulation type, in the order of channels, to and from the order of lanes.
-  template <class S>
-  static MS_CELL void to_lanes(const S* channels, S* lanes, int count) {
+  template <class C, class S>
+  static MS_CELL void to_lanes(const C* channels, S* lanes, int count) {
     if (count == kChannels) {
       for (int i = 0; i < kChannels; ++i) lanes[i] = channels[Whole::channel(i)];
     } else {
       for (int i = 0; i < kChannels; ++i) {
-        lanes[i] = Whole::channel(i) < count ? channels[Whole::channel(i)] : S(0);
+        lanes[i] = Whole::channel(i) < count ? S(channels[Whole::channel(i)]) : S(0);
       }
     }
   }

@@ -81,6 +81,8 @@ struct Gated {
   CellKind kind;
   bool linear_candidate = false;
   bool normalize_gates = true;
+  MaybeTensor parameter = std::nullopt;  // [channels], made contiguous by check_parameter()
+  const char* parameter_name = "";
 
   const CellTraits& traits() const { return traits_of(kind); }
 };
@@ -93,6 +95,10 @@ Gated minlstm(bool linear_candidate, bool normalize_gates) {
   return {CellKind::minlstm, linear_candidate, normalize_gates};
 }
 
+Gated hgrn(const MaybeTensor& lower_bound) {
+  return {CellKind::hgrn, false, true, lower_bound, "lower_bound"};
+}
+
 std::int64_t check_pre(const Check& check, const Gated& cell, const Tensor& pre) {
   const int columns = cell.traits().preactivations;
   check.require(pre.dim() == 2 && pre.size(1) % columns == 0, "pre must be [tokens, ", columns,
@@ -100,11 +106,21 @@ std::int64_t check_pre(const Check& check, const Gated& cell, const Tensor& pre)
   return pre.size(1) / columns;
 }
 
+Gated check_parameter(const Check& check, Gated cell, std::int64_t channels) {
+  if (!cell.parameter) return cell;
+  check.tensor(*cell.parameter, cell.parameter_name, ScalarType::Float, {channels}, "[channels]");
+  cell.parameter = torch::stable::contiguous(*cell.parameter);
+  return cell;
+}
+
 ScanArgs gate_args(const Gated& cell, const Layout& layout, const Tensor& pre) {
   ScanArgs args;
   args.layout = layout;
   for (int gate = 0; gate < cell.traits().inputs; ++gate) {
     args.inputs[gate] = input_stream(pre, gate * layout.channels);
+  }
+  if (cell.parameter) {
+    args.parameters[0] = static_cast<const float*>(cell.parameter->const_data_ptr());
   }
   args.linear_candidate = cell.linear_candidate;
   args.normalize_gates = cell.normalize_gates;
@@ -124,11 +140,12 @@ MaybeTensor rows_per_sequence(const Check& check, const MaybeTensor& given, cons
   return torch::stable::contiguous(*given);
 }
 
-Tensor gated_scan(const char* op, const Gated& cell, const Tensor& pre_given,
+Tensor gated_scan(const char* op, const Gated& given, const Tensor& pre_given,
                   const Tensor& cu_given, const Tensor& state, const Tensor& slots_given) {
   const Check check(op, pre_given, "pre");
   const Dtype dtype = check.dtype(false);
-  const std::int64_t channels = check_pre(check, cell, pre_given);
+  const std::int64_t channels = check_pre(check, given, pre_given);
+  const Gated cell = check_parameter(check, given, channels);
   check_state(check, state, channels);
   const Tensor pre = torch::stable::contiguous(pre_given), cu = torch::stable::contiguous(cu_given);
   const Tensor slots = torch::stable::contiguous(slots_given);
@@ -141,11 +158,12 @@ Tensor gated_scan(const char* op, const Gated& cell, const Tensor& pre_given,
   return out;
 }
 
-Tensor gated_step(const char* op, const Gated& cell, const Tensor& pre_given, const Tensor& state,
+Tensor gated_step(const char* op, const Gated& given, const Tensor& pre_given, const Tensor& state,
                   const Tensor& slots_given) {
   const Check check(op, pre_given, "pre");
   const Dtype dtype = check.dtype(false);
-  const std::int64_t channels = check_pre(check, cell, pre_given);
+  const std::int64_t channels = check_pre(check, given, pre_given);
+  const Gated cell = check_parameter(check, given, channels);
   check_state(check, state, channels);
   const Tensor pre = torch::stable::contiguous(pre_given),
                slots = torch::stable::contiguous(slots_given);
@@ -316,6 +334,16 @@ std::tuple<Tensor, Tensor> minlstm_scan_train_backward(
   return gated_train_backward("minlstm_scan_train_backward",
                               minlstm(linear_candidate, normalize_gates), grad_h, grad_h_last, pre,
                               h, cu_seqlens, h0);
+}
+
+Tensor hgrn_scan(const Tensor& pre, const Tensor& cu_seqlens, const Tensor& state,
+                 const Tensor& slots, const MaybeTensor& lower_bound) {
+  return gated_scan("hgrn_scan", hgrn(lower_bound), pre, cu_seqlens, state, slots);
+}
+
+Tensor hgrn_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
+                 const MaybeTensor& lower_bound) {
+  return gated_step("hgrn_step", hgrn(lower_bound), pre, state, slots);
 }
 
 }  // namespace minserve

@@ -31,6 +31,7 @@ struct TileScan {
   using G = typename Memory::G;
   using Shared = typename Memory::Shared;
   using Lane = typename Memory::Lane;
+  using OfChannels = typename Memory::OfChannels;
   static constexpr bool kHeld = Memory::kHeld, kNextTile = Memory::kNextTile;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
   static constexpr int kParity = Memory::kParity, kInRegisters = Memory::kInRegisters;
@@ -50,7 +51,8 @@ struct TileScan {
   template <bool kFull>
   static __device__ __forceinline__ void fold_run(const ScanArgs& args, const Tile& tile,
                                                   const Lane& lane, Shared& shared, int stage,
-                                                  Held& held, Affine<V> (&sum)[kVec]) {
+                                                  const OfChannels& parameters, Held& held,
+                                                  Affine<V> (&sum)[kVec]) {
 #pragma unroll
     for (int v = 0; v < kVec; ++v) sum[v] = {V(1), V(0)};
 #pragma unroll
@@ -63,7 +65,7 @@ struct TileScan {
         V element[Cell::kInputs];
 #pragma unroll
         for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
-        Affine<V> step = Cell::coefficients(Memory::options(args), element);
+        Affine<V> step = Cell::coefficients(Memory::options(args), element, parameters[v]);
         // Positions past the end change nothing, not even bits.
         if (!kFull && lane.position + k >= tile.count) step = {V(1), V(-0.0)};
         sum[v].b = fmadd(step.a, sum[v].b, step.b);
@@ -83,12 +85,12 @@ struct TileScan {
   // Folds a thread's run of a tile that has arrived, and puts its aggregate down.
   static __device__ __forceinline__ void fold_tile(const ScanArgs& args, const Tile& tile,
                                                    const Lane& lane, Shared& shared, int stage,
-                                                   Held& held) {
+                                                   const OfChannels& parameters, Held& held) {
     Affine<V> sum[kVec];
     if (tile.count == kScanChunk) {
-      fold_run<true>(args, tile, lane, shared, stage, held, sum);
+      fold_run<true>(args, tile, lane, shared, stage, parameters, held, sum);
     } else {
-      fold_run<false>(args, tile, lane, shared, stage, held, sum);
+      fold_run<false>(args, tile, lane, shared, stage, parameters, held, sum);
     }
     V a[kVec], b[kVec];
 #pragma unroll
@@ -127,9 +129,12 @@ struct TileScan {
 #pragma unroll
           for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
         }
-        const Affine<V> step = !kHeld ? Cell::coefficients(Memory::options(args), element)
-                               : kNextTile || k >= kInRegisters ? steps[v]
-                                                                : held[k < kInRegisters ? k : 0][v];
+        Affine<V> step;
+        if constexpr (!kHeld) {
+          step = Cell::coefficients(Memory::options(args), element);
+        } else {
+          step = kNextTile || k >= kInRegisters ? steps[v] : held[k < kInRegisters ? k : 0][v];
+        }
         const V after = fmadd(step.a, h[v], step.b);
         Cell::outputs(Memory::options(args), element, h[v], after, result);
         h[v] = after;

@@ -197,19 +197,21 @@ void run_scan(const ScanArgs& args, const CpuTiling& tiling, Phase phase, std::i
 template <template <class> class CellOf,
           template <template <class> class, class, class> class TileOf = Tile>
 ScanFn scan_for(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::f32:
-      return &run_scan<CellOf, float, TileOf>;
-    case Dtype::f64:
+  if constexpr (kIsThere<CellOf<float>>) {
+    switch (dtype) {
+      case Dtype::f32:
+        return &run_scan<CellOf, float, TileOf>;
+      case Dtype::f64:
 #ifdef MS_BASELINE
-      return &run_scan<CellOf, double, TileOf>;
+        return &run_scan<CellOf, double, TileOf>;
 #else
-      return nullptr;  // launch.cpp takes the baseline's
+        return nullptr;  // launch.cpp takes the baseline's
 #endif
-    case Dtype::bf16:
-      return &run_scan<CellOf, bf16, TileOf>;
-    case Dtype::f16:
-      return &run_scan<CellOf, f16, TileOf>;
+      case Dtype::bf16:
+        return &run_scan<CellOf, bf16, TileOf>;
+      case Dtype::f16:
+        return &run_scan<CellOf, f16, TileOf>;
+    }
   }
   return nullptr;
 }

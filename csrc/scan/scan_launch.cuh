@@ -89,7 +89,7 @@ void launch_scan(ScanArgs args, cudaStream_t stream) {
   using V = typename ComputeType<T>::type;
   constexpr int kVec = 16 / sizeof(T), kWide = 16 / sizeof(V);
   const Layout& lay = args.layout;
-  args.aligned = lay.channels * sizeof(T) % 16 == 0;
+  args.aligned = lay.channels * sizeof(T) % 16 == 0 && parameters_aligned<Cell, kVec>(args);
   for (const Stream* streams : {args.inputs, args.outputs}) {
     const int count = streams == args.inputs ? Cell::kInputs : Cell::kOutputs;
     for (int n = 0; n < count; ++n) {
@@ -128,19 +128,27 @@ void launch_by_dtype(const ScanArgs& args, Dtype dtype, bool backward, int devic
                      void* stream_handle) {
   const DeviceGuard guard(device);
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  constexpr bool kDifferentiable = kIsThere<Backward<float>>;
+  const auto launch = [&](auto type) {
+    using T = decltype(type);
+    if constexpr (kDifferentiable) {
+      if (backward) return launch_scan<Backward, T>(args, stream);
+    }
+    launch_scan<Forward, T>(args, stream);
+  };
+  if (!kDifferentiable && (backward || dtype == Dtype::f64)) {
+    throw std::runtime_error("minserve: a scan without gradients");
+  }
   switch (dtype) {
     case Dtype::f32:
-      return backward ? launch_scan<Backward, float>(args, stream)
-                      : launch_scan<Forward, float>(args, stream);
+      return launch(float{});
     case Dtype::f64:
-      return backward ? launch_scan<Backward, double>(args, stream)
-                      : launch_scan<Forward, double>(args, stream);
+      if constexpr (kDifferentiable) launch(double{});
+      return;
     case Dtype::bf16:
-      return backward ? launch_scan<Backward, bf16>(args, stream)
-                      : launch_scan<Forward, bf16>(args, stream);
+      return launch(bf16{});
     case Dtype::f16:
-      return backward ? launch_scan<Backward, f16>(args, stream)
-                      : launch_scan<Forward, f16>(args, stream);
+      return launch(f16{});
   }
 }
 

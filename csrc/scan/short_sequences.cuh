@@ -9,6 +9,7 @@
 
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
+#include "parameters.cuh"
 #include "tiles.cuh"
 #include "lookback.cuh"
 
@@ -23,6 +24,7 @@ struct ShortScan {
   static constexpr int kEach = 4 / static_cast<int>(sizeof(T)), kRun = G::kRun;
   static constexpr int kBlock = 128;  // threads, or as many as there are channels for
   static_assert(Cell::kPrevious < 0 && Cell::kOutputs == 1, "forward cells");
+  using Parameters = ChannelParameters<Cell, V, kEach>;
   using Values = V[kEach];
   using Folded = Affine<V>[kEach];
   using Inputs = Channels<T, kEach>[kRun][Cell::kInputs];
@@ -56,6 +58,8 @@ struct ShortScan {
     for (int n = 0; n < Cell::kInputs; ++n) {
       in[n] = static_cast<const T*>(args.inputs[n].data) + begin * args.inputs[n].stride + channel;
     }
+    Parameters parameters;
+    parameters.template load<true>(args, channel, kEach);
     Channels<V, kEach> state;
     Inputs coming;
     load(args, in, 0, length, coming);
@@ -66,7 +70,7 @@ struct ShortScan {
 #pragma unroll
     for (int v = 0; v < kEach; ++v) carry[v] = state[v];
     // Also of no positions, which makes -0 what tiles make it.
-    scan_chunk(args, options, in, out, length, coming, carry);
+    scan_chunk(args, options, parameters, in, out, length, coming, carry);
     if (args.last) {
       state.set(carry);
       state.store(static_cast<V*>(args.last) + slot * args.last_stride + channel);
@@ -129,6 +133,7 @@ struct ShortScan {
 
   // From the carry into a chunk to the one out of it.
   static __device__ __forceinline__ void scan_chunk(const ScanArgs& args, const O& options,
+                                                    const Parameters& parameters,
                                                     const T* const (&in)[Cell::kInputs], T* out,
                                                     int length, Inputs& coming, Values& carry) {
     Values into_group, into_segment;
@@ -141,7 +146,8 @@ struct ShortScan {
 #pragma unroll
       for (int v = 0; v < kEach; ++v) of_segment[v] = {V(1), V(0)};
       if (position < length) {
-        write_run(args, options, in, out, position, length, coming, into_segment, of_segment);
+        write_run(args, options, parameters, in, out, position, length, coming, into_segment,
+                  of_segment);
       }
       pass(of_segment, into_segment);
       if (in_group == 0) {
@@ -168,6 +174,7 @@ struct ShortScan {
 
   // A run, whose inputs are there; those of the next one are asked for.
   static __device__ __forceinline__ void write_run(const ScanArgs& args, const O& options,
+                                                   const Parameters& parameters,
                                                    const T* const (&in)[Cell::kInputs], T* out,
                                                    int position, int length, Inputs& coming,
                                                    const Values& carry, Folded& sum) {
@@ -188,7 +195,7 @@ struct ShortScan {
         V element[Cell::kInputs], of_element[1];
 #pragma unroll
         for (int n = 0; n < Cell::kInputs; ++n) element[n] = now[k][n][v];
-        Affine<V> step = Cell::coefficients(options, element);
+        Affine<V> step = Cell::coefficients(options, element, parameters[v]);
         // Positions past the end change nothing, not even bits.
         if (position + k >= length) step = {V(1), V(-0.0)};
         sum[v].b = fmadd(step.a, sum[v].b, step.b);

@@ -8,6 +8,7 @@
 #include "../cells/gates.h"
 #include "../core/row_launch.cuh"
 #include "args.h"
+#include "parameters.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -32,6 +33,8 @@ __global__ void __launch_bounds__(kThreads, 8)
   for (int n = 0; n < Cell::kInputs; ++n) {
     in[n].load(static_cast<const T*>(args.inputs[n].data) + row * args.inputs[n].stride + channel);
   }
+  ChannelParameters<Cell, V, kVec> parameters;
+  parameters.template load<true>(args, channel, kVec);
   const bool real = !lay.slots || (slot >= 0 && slot < lay.num_slots);
   Channels<V, kVec> state;
   if (real && args.initial) {
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     V element[Cell::kInputs];
 #pragma unroll
     for (int n = 0; n < Cell::kInputs; ++n) element[n] = in[n][v];
-    const Affine<V> step = Cell::coefficients(options, element);
+    const Affine<V> step = Cell::coefficients(options, element, parameters[v]);
     h[v] = fmadd(step.a, state[v], step.b);
   }
   if (real && args.last) {

@@ -29,6 +29,23 @@ struct Step {
   }
 
   template <class L>
+  static MS_CELL Parameters<V, Cell::kParameters> parameters_of(const ScanArgs& args,
+                                                                std::int64_t channel, L lanes) {
+    Parameters<V, Cell::kParameters> all;
+    if constexpr (Cell::kParameters > 0) {
+      for (int n = 0; n < Cell::kParameters; ++n) {
+        const float* const from = args.parameters[n];
+        if constexpr (W == 1) {
+          all.at[n] = from ? S(from[channel]) : S(0);
+        } else {
+          all.at[n] = from ? load<V>(from + channel, lanes) : splat<V>(0.0f);
+        }
+      }
+    }
+    return all;
+  }
+
+  template <class L>
   static MS_CELL void vector(const ScanArgs& args, const O& options, const Row& row,
                              std::int64_t channel, L lanes) {
     V in[Cell::kInputs], out[Cell::kOutputs];
@@ -40,8 +57,9 @@ struct Step {
                   ? state(args.h0, row.sequence * args.layout.channels + channel, lanes)
                   : load<V>(static_cast<const T*>(s.data) + row.index * s.stride + channel, lanes);
     }
+    const Parameters<V, Cell::kParameters> parameters = parameters_of(args, channel, lanes);
     const V before = state(args.initial, row.slot * args.initial_stride + channel, lanes);
-    const Affine<V> step = Cell::coefficients(options, in);
+    const Affine<V> step = Cell::coefficients(options, in, parameters);
     const V after = fmadd(step.a, before, step.b);
     Cell::outputs(options, in, before, after, out);
 #pragma GCC unroll 8

@@ -32,6 +32,8 @@ struct Tile {
   // lie multiples of 4 KiB apart: it would wait for all the arithmetic of the rows before.
   static constexpr bool kLoadsFirst = N < 2;
 
+  using OfChannels = Parameters<V, Cell::kParameters>[N];
+
   struct Location {  // of a sequence and a run of channels
     std::int64_t sequence, slot, begin, end, channel;
     int width;
@@ -89,6 +91,8 @@ struct Tile {
   static void line(const ScanArgs& args, const Location& at, Walk walk, std::int64_t from,
                    std::int64_t to, bool fresh, int offset, Lanes& lanes, L part) {
     V h[N], a[N], b[N];
+    OfChannels parameters;
+    load_parameters(args, walk.channel, parameters, part);
     for (int v = 0; v < N; ++v) {
       const int i = offset + v * W;
       if (kOutput) h[v] = get((fresh ? lanes.carry : lanes.h) + i);
@@ -101,16 +105,16 @@ struct Tile {
         V in[kTogether][Cell::kInputs][N];
         fetch(args, at, p, walk, in, part);
         for (; p + 2 * kTogether <= to; p += kTogether) {
-          rows<kOutput>(args, at, p, true, walk, in, h, a, b, part);
+          rows<kOutput>(args, at, p, true, walk, in, parameters, h, a, b, part);
         }
-        rows<kOutput>(args, at, p, false, walk, in, h, a, b, part);
+        rows<kOutput>(args, at, p, false, walk, in, parameters, h, a, b, part);
         p += kTogether;
       }
     }
     for (; p < to; ++p) {
       V in[1][Cell::kInputs][N];
       fetch(args, at, p, walk, in, part);
-      rows<kOutput>(args, at, p, false, walk, in, h, a, b, part);
+      rows<kOutput>(args, at, p, false, walk, in, parameters, h, a, b, part);
     }
     for (int v = 0; v < N; ++v) {
       const int i = offset + v * W;
@@ -141,6 +145,20 @@ struct Tile {
         next(offset, Full{});
       }
       if (offset < at.width) next(offset, Part{at.width - offset});
+    }
+  }
+
+  template <class L>
+  static MS_CELL void load_parameters(const ScanArgs& args, std::int64_t channel, OfChannels& to,
+                                      L part) {
+    if constexpr (Cell::kParameters > 0) {
+      for (int n = 0; n < Cell::kParameters; ++n) {
+        S ordered[K] = {};
+        if (args.parameters[n]) {
+          Block::to_lanes(args.parameters[n] + channel, ordered, lanes_in(part));
+        }
+        for (int v = 0; v < N; ++v) to[v].at[n] = get(ordered + v * W);
+      }
     }
   }
 
@@ -186,8 +204,8 @@ struct Tile {
   // then the inputs of R rows more, if any, take the place of these.
   template <bool kOutput, int R, class L>
   static MS_CELL void rows(const ScanArgs& args, const Location& at, std::int64_t p, bool more,
-                           Walk& walk, V (&in)[R][Cell::kInputs][N], V (&h)[N], V (&a)[N],
-                           V (&b)[N], L part) {
+                           Walk& walk, V (&in)[R][Cell::kInputs][N], const OfChannels& parameters,
+                           V (&h)[N], V (&a)[N], V (&b)[N], L part) {
     Affine<V> step[R][N];
     V out[R][Cell::kOutputs][N];
 #pragma GCC unroll 8
@@ -196,7 +214,7 @@ struct Tile {
       for (int v = 0; v < N; ++v) {
         V x[Cell::kInputs];
         for (int n = 0; n < Cell::kInputs; ++n) x[n] = in[r][n][v];
-        step[r][v] = Cell::coefficients(at.options, x);
+        step[r][v] = Cell::coefficients(at.options, x, parameters[v]);
       }
     }
 #pragma GCC unroll 8

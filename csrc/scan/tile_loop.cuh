@@ -96,10 +96,12 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
       const bool more = tile.sequence >= 0, scans = more && tile.slot >= 0;
       typename Scan::Held held;
       if (more) {
+        typename Scan::OfChannels parameters;
+        Memory::load_parameters(args, tile, lane, parameters);
         wait_for_copies();
         if (n == 0) barrier_sync<kThreads>(kStarted);
         if (scans) {
-          Scan::fold_tile(args, tile, lane, shared, 0, held);
+          Scan::fold_tile(args, tile, lane, shared, 0, parameters, held);
           const Affine<V> total = Scan::fold_groups(shared, n, now);
           if (Scan::group_of_thread() == 0) {
             const int channel = Scan::channel_of_thread();
@@ -181,6 +183,8 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
       const int stage = two_stages ? n % 2 : 0, next_stage = two_stages ? (n + 1) % 2 : 0;
       const bool scans = tile.slot >= 0;
       const bool real = tile.channel + channel < args.layout.channels;
+      typename Scan::OfChannels parameters;
+      Memory::load_parameters(args, tile, lane, parameters);
       wait_for_copies();
       if (n == 0) barrier_sync<kThreads>(kStarted);
       typename Scan::Held held;
@@ -188,7 +192,7 @@ struct TileLoop : TileScan<CellOf, O, T, kAligned> {
       Affine<V> total;
       LookbackWords words;
       if (scans) {
-        Scan::fold_tile(args, tile, lane, shared, stage, held);
+        Scan::fold_tile(args, tile, lane, shared, stage, parameters, held);
         total = Scan::fold_groups(shared, n, own);
         if (group == 0) Scan::publish_aggregate(args, tile, channel, total);
         // A chunk's carry that was taken longer ago is sure to be known later on. Now, because

@@ -5,6 +5,7 @@
 
 #include "../core/vec16.cuh"
 #include "../cells/gates.h"
+#include "parameters.cuh"
 #include "tiles.cuh"
 
 namespace minserve {
@@ -18,6 +19,7 @@ struct TileMemory {
   using V = typename ComputeType<T>::type;
   using Cell = CellOf<V>;
   static constexpr bool kHeld = Cell::kPrevious < 0;
+  static_assert(kHeld || Cell::kParameters == 0, "backward cells read none");
   using G = Geometry<T, Cell::kInputs, kHeld>;
   static constexpr int kVec = G::kVec, kRun = G::kRun, kBlock = G::kBlock;
   static constexpr TileSchedule kSchedule =
@@ -77,6 +79,8 @@ struct TileMemory {
     return static_cast<int>(sizeof(Shared)) - (kMostStages - stages) * G::kStageBytes;
   }
 
+  using OfChannels = ChannelParameters<Cell, V, kVec>;
+
   // What a thread is in every tile.
   struct Lane {
     int segment, position, channel;
@@ -108,6 +112,11 @@ struct TileMemory {
                                                       int channel) {
     const std::int64_t left = args.layout.channels - tile.channel - channel;
     return left < 0 ? 0 : (left < kVec ? static_cast<int>(left) : kVec);
+  }
+  static __device__ __forceinline__ void load_parameters(const ScanArgs& args, const Tile& tile,
+                                                         const Lane& lane, OfChannels& to) {
+    to.template load<kAligned>(args, tile.channel + lane.channel,
+                               channels_left(args, tile, lane.channel));
   }
   static __device__ __forceinline__ void fetch(const ScanArgs& args, const Tile& tile,
                                                const Lane& lane, Shared& shared, int stage) {

@@ -17,6 +17,9 @@ from engine.ops.logprobs import (
 from engine.ops.pinned_copy import copy_words_
 from engine.ops.sampling import sample_
 from engine.ops.scan import (
+    hgrn_scan,
+    hgrn_scan_train,
+    hgrn_step,
     linear_scan,
     mingru_scan,
     mingru_scan_train,
@@ -35,6 +38,9 @@ __all__ = [
     "cpu_isa",
     "cuda_archs",
     "has_cuda_kernels",
+    "hgrn_scan",
+    "hgrn_scan_train",
+    "hgrn_step",
     "linear_scan",
     "mingru_scan",
     "mingru_scan_train",

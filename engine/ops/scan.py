@@ -1,18 +1,22 @@
-"""The recurrence h_t = a_t h_{t-1} + b_t, for given coefficients and for minGRU and minLSTM.
+"""The recurrence h_t = a_t h_{t-1} + b_t, for given coefficients and for the cells.
 
-    linear_scan                            given a and b, differentiable
-    mingru_scan, minlstm_scan              prefill: packed sequences, in place on state rows
-    mingru_step, minlstm_step              decode: one token of each row, in place on state rows
-    mingru_scan_train, minlstm_scan_train  training: packed sequences, differentiable
+    linear_scan      given a and b, differentiable
+    CELL_scan        prefill: packed sequences, in place on state rows
+    CELL_step        decode: one token of each row, in place on state rows
+    CELL_scan_train  training: packed sequences, differentiable
 
-The cells are those of "Were RNNs All We Needed?" (arXiv 2410.01201), minGRU of section 3.1 and
-minLSTM of section 3.2:
+Of the cells (`CELLS`), mingru and minlstm are those of "Were RNNs All We Needed?" (arXiv
+2410.01201), minGRU of section 3.1 and minLSTM of section 3.2:
 
     minGRU:   z = sigma(k),  h_t = (1 - z) h_{t-1} + z g(v),  with 1 - z computed as sigma(-k)
     minLSTM:  f' = sigma(log sigma(f) - log sigma(i)),  i' = 1 - f',  h_t = f' h_{t-1} + i' g(v)
               (without normalisation f' = sigma(f), i' = sigma(i))
 
 with g(x) = x + 0.5 for x >= 0 and sigma(x) otherwise (or g(x) = x: the paper's vanilla form).
+hgrn is that of HGRN (Qin et al. 2023, arXiv 2311.04823), with a lower bound l of each channel:
+
+    HGRN:     f' = l + (1 - l) sigma(f),  h_t = f' h_{t-1} + (1 - f') silu(i),
+              with 1 - f' computed as (1 - l) sigma(-f)
 
 Everything is computed in linear space with float32 accumulation (float64 for float64). The
 log-space form of Heinsen (arXiv 2311.06281), used by that paper, is only a reference here, because
@@ -232,6 +236,130 @@ def minlstm_scan_train(
     return h, h_last
 
 
+def hgrn_scan(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    lower_bound: Tensor | None = None,
+) -> Tensor:
+    """Run HGRN over packed sequences, each from its state row, which then has the last h.
+
+    Reproducibility is as for `mingru_scan`.
+
+    Args:
+        pre: pre-activations [tokens, 3 * channels] = [i | f | g]; float32, bfloat16 or float16.
+            The output gate g is not read: h is the state, not gated.
+        cu_seqlens, state, slots: as for `mingru_scan`; state is **changed in place**.
+        lower_bound: of the forget gate, in [0, 1), float32 [channels]; None is zero.
+
+    Returns:
+        h [tokens, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: as for `mingru_scan`.
+    """
+    h: Tensor = torch.ops.minserve.hgrn_scan(pre, cu_seqlens, state, slots, lower_bound)
+    return h
+
+
+def hgrn_step(
+    pre: Tensor, state: Tensor, slots: Tensor, lower_bound: Tensor | None = None
+) -> Tensor:
+    """Run one HGRN step: row r of pre updates state row slots[r].
+
+    Bitwise equal to a scan of length 1.
+
+    Args:
+        pre, lower_bound: as for `hgrn_scan`, with one row for each sequence.
+        state, slots: as for `mingru_step`; state is **changed in place**.
+
+    Returns:
+        h [batch, channels] in pre's dtype.
+
+    Raises:
+        RuntimeError: as for `mingru_step`.
+    """
+    h: Tensor = torch.ops.minserve.hgrn_step(pre, state, slots, lower_bound)
+    return h
+
+
+def hgrn_scan_train(
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    h0: Tensor | None = None,
+    lower_bound: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run HGRN over packed sequences from given initial states, differentiably.
+
+    Composed of torch's operators and one `linear_scan` over all tokens; coefficients are float32
+    (float64 with float64 pre). Equal to `hgrn_scan` to rounding.
+
+    Args:
+        pre: pre-activations [tokens, 3 * channels] = [i | f | g]; float32, float64, bfloat16 or
+            float16. The gradient of the output gate g is zero.
+        cu_seqlens, h0: as for `mingru_scan_train`; the values of cu_seqlens are not checked.
+        lower_bound: of the forget gate, in [0, 1), [channels]; None is zero.
+
+    Returns:
+        h [tokens, channels] in pre's dtype and h_last [sequences, channels] in float32 (float64
+        with float64 pre). Differentiable in pre, h0 and lower_bound.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit.
+    """
+    dtype, tokens = _accumulation_dtype(pre.dtype), pre.shape[0]
+    _check_train("hgrn_scan_train", pre, cu_seqlens, h0, lower_bound)
+    channels, sequences = pre.shape[1] // preactivations_of("hgrn"), cu_seqlens.shape[0] - 1
+    begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    start = pre.new_zeros((sequences, channels), dtype=dtype) if h0 is None else h0.to(dtype)
+    padding = (torch.arange(tokens, device=pre.device) >= cu_seqlens[-1]).unsqueeze(1)
+    a, b = hgrn_coefficients(pre.masked_fill(padding, 0).to(dtype), lower_bound)
+    # The sequences follow each other in one scan: at its first token each forgets what comes before
+    # and adds its own start. Those without tokens have theirs behind all others.
+    empty = begin == end
+    first = begin.masked_fill(empty, tokens)
+    starts = a.new_zeros((tokens + 1, channels)).index_copy(0, first, start)[:tokens]
+    begins = padding.new_zeros(tokens + 1).index_fill(0, first, True)[:tokens].unsqueeze(1)
+    b = (b + a * starts).masked_fill(padding, 0)
+    h = linear_scan(a.masked_fill(begins | padding, 0).unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+    ends = torch.cat([h, h.new_zeros((1, channels))])[(end - 1).masked_fill(empty, tokens)]
+    return h.to(pre.dtype), torch.where(empty.unsqueeze(1), start, ends)
+
+
+def _check_train(
+    name: str,
+    pre: Tensor,
+    cu_seqlens: Tensor,
+    h0: Tensor | None,
+    parameter: Tensor | None,
+) -> None:
+    """Raise RuntimeError if the arguments of a composed training scan do not fit each other."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise RuntimeError(f"minserve::{name}: {what}")
+
+    require(
+        pre.dim() == 2 and pre.shape[1] % 3 == 0,
+        f"pre must be [tokens, 3 * channels], got {list(pre.shape)}",
+    )
+    require(
+        cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32 and len(cu_seqlens) > 0,
+        f"cu_seqlens must be int32 [sequences + 1], got {cu_seqlens.dtype} of {cu_seqlens.dim()}"
+        " dimensions",
+    )
+    channels = pre.shape[1] // 3
+    for what, given, shape in (
+        ("h0", h0, [len(cu_seqlens) - 1, channels]),
+        ("lower_bound", parameter, [channels]),
+    ):
+        require(
+            given is None or list(given.shape) == shape,
+            f"{what} must be {shape}, got {None if given is None else list(given.shape)}",
+        )
+
+
 # References, step by step in plain torch.
 
 
@@ -290,6 +418,14 @@ def minlstm_coefficients(
     return forget, keep * _candidate(v, linear_candidate)
 
 
+def hgrn_coefficients(pre: Tensor, lower_bound: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return (a, b) of h_t = a_t h_{t-1} + b_t from [i | f | g]."""
+    i, f, _ = pre.chunk(3, dim=-1)
+    bound = pre.new_zeros(()) if lower_bound is None else lower_bound.to(pre.dtype)
+    rest = 1 - bound
+    return bound + rest * torch.sigmoid(f), rest * torch.sigmoid(-f) * functional.silu(i)
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What tells a cell's operators from another's, besides the number of pre-activations."""
@@ -297,11 +433,13 @@ class Cell:
     # (a, b) of h_t = a_t h_{t-1} + b_t from (pre, *options), in any dtype
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     flags: int  # how many of (linear_candidate, normalize_gates) are its options
+    train: bool = True  # whether its training scan is an operator of its own
 
 
 CELLS = {
     "mingru": Cell(mingru_coefficients, flags=1),
     "minlstm": Cell(minlstm_coefficients, flags=2),
+    "hgrn": Cell(hgrn_coefficients, flags=0, train=False),
 }
 
 
@@ -429,21 +567,28 @@ def _register_linear_scan() -> None:
 
 
 def _register_cell(cell: str) -> None:
-    """Register the operators of a cell.
-
-    Those for training have the same leading arguments, followed by their own flags:
-
-        name(pre, cu_seqlens, h0?, *flags) -> (h, h_last)
-        name_backward(grad_h, grad_h_last?, pre, h, cu_seqlens, h0?, *flags) -> (grad_pre, grad_h0)
-    """
-    train, columns = f"{cell}_scan_train", preactivations_of(cell)
-    backward_operator = getattr(torch.ops.minserve, f"{train}_backward")
+    """Register a cell's operators for serving: the scan and the step."""
 
     def fake_scan(pre: Tensor, cu_seqlens: Tensor, state: Tensor, *_: Any) -> Tensor:
         return pre.new_empty((pre.shape[0], state.shape[1]))
 
     def fake_step(pre: Tensor, state: Tensor, *_: Any) -> Tensor:
         return pre.new_empty((pre.shape[0], state.shape[1]))
+
+    torch.library.register_fake(f"minserve::{cell}_scan", fake_scan)
+    torch.library.register_fake(f"minserve::{cell}_step", fake_step)
+
+
+def _register_training(cell: str) -> None:
+    """Register a cell's operators for training.
+
+    They have the same leading arguments, followed by their own flags:
+
+        name(pre, cu_seqlens, h0?, *flags) -> (h, h_last)
+        name_backward(grad_h, grad_h_last?, pre, h, cu_seqlens, h0?, *flags) -> (grad_pre, grad_h0)
+    """
+    train, columns = f"{cell}_scan_train", preactivations_of(cell)
+    backward_operator = getattr(torch.ops.minserve, f"{train}_backward")
 
     def empty_states(pre: Tensor, cu_seqlens: Tensor, channels: int) -> Tensor:
         shape = (cu_seqlens.shape[0] - 1, channels)
@@ -474,13 +619,13 @@ def _register_cell(cell: str) -> None:
         )
         return grad_pre, None, None if h0 is None else grad_h0, *(None for _ in ctx.flags)
 
-    torch.library.register_fake(f"minserve::{cell}_scan", fake_scan)
-    torch.library.register_fake(f"minserve::{cell}_step", fake_step)
     torch.library.register_fake(f"minserve::{train}", fake_train)
     torch.library.register_fake(f"minserve::{train}_backward", fake_backward)
     torch.library.register_autograd(f"minserve::{train}", backward, setup_context=setup)
 
 
 _register_linear_scan()
-for _cell in CELLS:
-    _register_cell(_cell)
+for _name, _cell in CELLS.items():
+    _register_cell(_name)
+    if _cell.train:
+        _register_training(_name)

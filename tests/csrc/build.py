@@ -28,21 +28,24 @@ _FLAGS = [
 _WATCHED = ["-O1", "-fsanitize=thread"]
 
 
-def _cell(header: str, name: str, keep: int, types: str) -> list[str]:
+def _cell(header: str, name: str, keep: int, shift: int, types: str) -> list[str]:
+    """`keep`: the input that decides how much is kept; `shift` makes it almost all."""
     return [
         f"-D{types}_TYPES",
         f"-DKEEP_INPUT={keep}",
+        f"-DKEEP_SHIFT={shift}",
         f'-DCELL_HEADER="{header}"',
         f"-DFORWARD_CELL={name}Cell",
-        f"-DBACKWARD_CELL={name}BackwardCell",
+        f"-DBACKWARD_CELL={'No' if name == 'Hgrn' else name}BackwardCell",
     ]
 
 
 # Programs by name: the source and what it is compiled with.
 PROGRAMS: dict[str, tuple[str, list[str]]] = {
-    "linear": ("scan_driver.cpp", _cell("cells/linear_scan.h", "Linear", 0, "TWO")),
-    "mingru": ("scan_driver.cpp", _cell("cells/mingru.h", "MinGru", 0, "ALL")),
-    "minlstm": ("scan_driver.cpp", _cell("cells/minlstm.h", "MinLstm", 1, "TWO")),
+    "linear": ("scan_driver.cpp", _cell("cells/linear_scan.h", "Linear", 0, 0, "TWO")),
+    "mingru": ("scan_driver.cpp", _cell("cells/mingru.h", "MinGru", 0, -6, "ALL")),
+    "minlstm": ("scan_driver.cpp", _cell("cells/minlstm.h", "MinLstm", 1, -6, "TWO")),
+    "hgrn": ("scan_driver.cpp", _cell("cells/hgrn.h", "Hgrn", 1, 6, "ALL")),
     "time_contiguous": ("time_contiguous_driver.cpp", []),
     "sampling": ("sampling_driver.cpp", []),
     "logprobs": ("logprobs_driver.cpp", []),

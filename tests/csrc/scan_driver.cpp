@@ -1,7 +1,8 @@
 // Runs csrc/scan/scan.cuh in the emulator: one case, told by options, in many schedules.
 //
 // Compiled once per pair of cells: CELL_HEADER, FORWARD_CELL and BACKWARD_CELL name them,
-// KEEP_INPUT is the input that decides how much is kept, ALL_TYPES asks for more than the two types
+// KEEP_INPUT is the input that decides how much is kept, KEEP_SHIFT added to it keeps almost all
+// (0: it is the factor itself), ALL_TYPES asks for more than the two types
 // whose tiles differ most. The outputs and states of every schedule and number of blocks must be
 // equal in every bit, and so must those of a sequence alone and of one that is cut at a chunk's
 // end, with the state carried; the values must be those of a plain serial loop in doubles. With
@@ -31,6 +32,7 @@ class Driver {
   using Cell = CellOf<V>;
   static constexpr int kInputs = Cell::kInputs, kOutputs = Cell::kOutputs;
   static constexpr bool kBackward = Cell::kPrevious >= 0;
+  static constexpr int kParameters = Cell::kParameters;
 
  public:
   explicit Driver(const Case& given) : case_(given), stride_(given.channels + given.extra_stride) {
@@ -48,8 +50,8 @@ class Driver {
         // end.
         const bool slow = i % stride_ % 2;
         double x = normal(random);
-        if (n == KEEP_INPUT && Cell::kHasOptions) x -= slow ? 6 : 0;  // a gate to be almost shut
-        if (n == KEEP_INPUT && !Cell::kHasOptions) x = 1 - uniform(random) * (slow ? 0.01 : 1);
+        if (n == KEEP_INPUT && KEEP_SHIFT != 0) x += slow ? KEEP_SHIFT : 0;
+        if (n == KEEP_INPUT && KEEP_SHIFT == 0) x = 1 - uniform(random) * (slow ? 0.01 : 1);
         inputs_[n].values.push_back(rounded<T>(x));
       }
     }
@@ -66,6 +68,9 @@ class Driver {
     for (long i = 0; i < rows_ * case_.channels; ++i) {
       // Adding to -0 shows whether it was added to.
       state_.push_back(static_cast<V>(i % 5 == 3 ? -0.0 : normal(random)));
+    }
+    for (long i = 0; i < kParameters * case_.channels; ++i) {
+      parameters_.push_back(static_cast<float>(uniform(random) / 2));
     }
     for (long i = 0; i < sequences() * case_.channels; ++i) {
       previous_.push_back(static_cast<V>(normal(random)));
@@ -162,6 +167,9 @@ class Driver {
       outputs[n].to_device(emulator::Use::write);
       args.outputs[n] = {outputs[n].device, stride_};
     }
+    Tensor<float> parameters{"parameters", static_cast<std::size_t>(case_.shift), parameters_};
+    parameters.to_device(emulator::Use::read);
+    for (int n = 0; n < kParameters; ++n) args.parameters[n] = parameters.device + n * lay.channels;
     Tensor<V> state{"state", 0, state_before}, previous{"previous state", 0, previous_state};
     state.to_device(emulator::Use::write);
     args.initial = args.last = state.device;
@@ -243,7 +251,13 @@ class Driver {
             for (int n = 0; n < kInputs; ++n)
               in[n] = value_of(inputs_[n].values[row * stride_ + c]);
             if (kBackward) in[Cell::kPrevious < 0 ? 0 : Cell::kPrevious] = before(s, row, c);
-            const auto step = CellOf<double>::coefficients(cuda::UsualOptions{}, in);
+            cuda::Parameters<double, kParameters> parameters;
+            if constexpr (kParameters > 0) {
+              for (int n = 0; n < kParameters; ++n) {
+                parameters.at[n] = parameters_[n * case_.channels + c];
+              }
+            }
+            const auto step = CellOf<double>::coefficients(cuda::UsualOptions{}, in, parameters);
             const double after = step.a * h + step.b;
             CellOf<double>::outputs(cuda::UsualOptions{}, in, h, after, out);
             h = after;
@@ -283,6 +297,7 @@ class Driver {
   std::vector<int> begin_;
   Tensor<T> inputs_[kInputs];
   std::vector<V> state_, previous_;
+  std::vector<float> parameters_;
 };
 
 template <template <class> class CellOf>
@@ -323,11 +338,12 @@ int main(int count, char** arguments) {
   const bool aligned = size < 8 && given.shift == 0 && given.channels * size % 16 == 0 &&
                        given.extra_stride * size % 16 == 0;
   if (given.short_length >= 0 && (backward || !aligned)) Options::usage("--short");
-  if (backward) {
-    check<cuda::BACKWARD_CELL>(given, type, aligned);
+  if constexpr (cuda::kIsThere<cuda::BACKWARD_CELL<float>>) {
+    if (backward) check<cuda::BACKWARD_CELL>(given, type, aligned);
   } else {
-    check<cuda::FORWARD_CELL>(given, type, aligned);
+    if (backward) Options::usage("--backward");
   }
+  if (!backward) check<cuda::FORWARD_CELL>(given, type, aligned);
   std::puts("ok");
   return 0;
 }

@@ -69,6 +69,13 @@ SCANS += [
     for cell in ("linear", "mingru", "minlstm")
     for dtype, channels in (("f32", 132), ("bf16", 328))
 ]
+# With a parameter of each channel: one case each of two-byte and four-byte types runs always.
+SCANS += [
+    pytest.param("hgrn", case, marks=[] if n in (0, 1) else pytest.mark.slow)
+    for n, case in enumerate(
+        [*TWO_TYPES, *ALL_TYPES, f"{RAGGED} --type bf16 --channels 328 --short 128 --seeds 18"]
+    )
+]
 # Of three gates one case runs always, backward and in bfloat16.
 SCANS += [
     pytest.param(

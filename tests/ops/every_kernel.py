@@ -32,7 +32,7 @@ from engine.ops.gemm import (
     linear_step,
 )
 from engine.ops.library import cuda_archs
-from tests.ops.helpers import CELLS
+from tests.ops.helpers import BOUND, CELL_OF, CELLS, given_options
 from tests.ops.sampling_rows import PARAMETERS, rows_of
 
 LENGTHS = {
@@ -113,8 +113,9 @@ def serving(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
     ops.conv_step(random(rows, channels, dtype=dtype), weight, None, inputs, slots)
     for cell, gates in CELLS.items():
         scan, step = getattr(ops, f"{cell}_scan"), getattr(ops, f"{cell}_step")
-        scan(random(tokens, gates * channels, dtype=dtype), cu_seqlens, state, slots)
-        step(random(rows, gates * channels, dtype=dtype), state, slots)
+        options = given_options((BOUND,), channels, "cuda") if cell == "hgrn" else ()
+        scan(random(tokens, gates * channels, dtype=dtype), cu_seqlens, state, slots, *options)
+        step(random(rows, gates * channels, dtype=dtype), state, slots, *options)
 
 
 def training(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
@@ -169,7 +170,7 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     slots = torch.randperm(tokens + 2, device="cuda")[:tokens].to(torch.int32)
     slots[tokens // 2] = -1
     state = random(tokens + 2, channels, dtype=torch.float32)
-    for cell, gates in CELLS.items():
+    for gates, cell in CELL_OF.items():
         weight = random(gates * channels, inputs)
         linear_step(x, squares, EPS, weight, None, state, slots, cell, fixed_order=fixed)
         bias = random(gates * channels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,20 @@ ALL_DTYPES = [*SERVING_DTYPES, torch.float64]
 LENGTHS = [1, 2, 7, 64, 257, 4096, 65537]
 
 # The gates' count and the options of each cell, as positional arguments after the tensors.
-CELLS = {"mingru": 2, "minlstm": 3}
+CELLS = {"mingru": 2, "minlstm": 3, "hgrn": 3}
 # Cells whose step is an epilogue of a product, by their number of gates.
 CELL_OF = {2: "mingru", 3: "minlstm"}
+# Stands for a lower bound of as many channels as a case has.
+BOUND = "bound"
+Options = tuple[bool | str | None, ...]
 OPTIONS = [
     ("mingru", (False,)),
     ("mingru", (True,)),
     ("minlstm", (False, True)),
     ("minlstm", (True, True)),
     ("minlstm", (False, False)),
+    ("hgrn", (None,)),
+    ("hgrn", (BOUND,)),
 ]
 
 # Relative and absolute error allowed against float64. Inputs are exact in every dtype, sums are
@@ -42,6 +48,13 @@ def reference(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The float64 reference of an operator of a cell."""
     cell, operator = name.split("_", 1)
     return partial(getattr(scan, f"{operator}_reference"), cell)
+
+
+def given_options(options: Options, channels: int, device: str = "cpu") -> tuple[Any, ...]:
+    """Options as an operator takes them."""
+    bound = (exact(channels, seed=99).abs() / 8).clamp(max=0.96875).float()
+    bound[: channels // 2] = 0.96875  # the first half remembers for long
+    return tuple(bound.to(device) if option == BOUND else option for option in options)
 
 
 def channels_for(length: int) -> int:
@@ -86,12 +99,13 @@ def int32(*values: int, device: str = "cpu") -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def gated_case(cell: str, options: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
+def gated_case(cell: str, options: Options, length: int) -> tuple[Tensor, ...]:
     """pre, state of four slots, and the float64 result of one sequence in slot 2."""
     channels = channels_for(length)
     pre = exact(length, CELLS[cell] * channels, seed=length, scale=2.0)
     state = exact(4, channels, seed=length + 1)
-    h, new_state = reference(f"{cell}_scan")(pre, int32(0, length), state, int32(2), *options)
+    given = given_options(options, channels)
+    h, new_state = reference(f"{cell}_scan")(pre, int32(0, length), state, int32(2), *given)
     return pre, state, h, new_state
 
 

@@ -1,4 +1,4 @@
-"""minGRU and minLSTM: scan, step and training scan against float64."""
+"""The cells: scan, step and training scan against float64."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import torch
 from engine import ops
 from tests.ops.helpers import (
     ALL_DTYPES,
+    BOUND,
     CELLS,
     DEVICES,
     LENGTHS,
     OPTIONS,
     SERVING_DTYPES,
+    Options,
     close,
     exact,
     gated_case,
+    given_options,
     int32,
     ragged,
     reference,
     same_bits,
 )
 
-PLAIN = [("mingru", (False,)), ("minlstm", (False, True))]
-Options = tuple[bool, ...]
+PLAIN = [("mingru", (False,)), ("minlstm", (False, True)), ("hgrn", (BOUND,))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,7 +39,8 @@ def test_scan_equals_the_recurrence(
     given = state.float().to(device)
     scan = getattr(ops, f"{cell}_scan")
     cu_seqlens, slots = int32(0, length, device=device), int32(2, device=device)
-    h = scan(pre.to(device, dtype), cu_seqlens, given, slots, *options)
+    chosen = given_options(options, state.shape[1], device)
+    h = scan(pre.to(device, dtype), cu_seqlens, given, slots, *chosen)
     assert h.dtype == dtype
     close(h, wanted, dtype)
     close(given, wanted_state, torch.float32)
@@ -48,10 +51,11 @@ def test_scan_equals_the_recurrence(
 @pytest.mark.parametrize(("cell", "options"), OPTIONS)
 def test_ragged_batches(device: str, dtype: torch.dtype, cell: str, options: Options) -> None:
     pre, cu_seqlens, state, slots = ragged(cell)
-    wanted, wanted_state = reference(f"{cell}_scan")(pre, cu_seqlens, state, slots, *options)
+    plain, chosen = (given_options(options, 37, where) for where in ("cpu", device))
+    wanted, wanted_state = reference(f"{cell}_scan")(pre, cu_seqlens, state, slots, *plain)
     given = state.float().to(device)
     scan = getattr(ops, f"{cell}_scan")
-    h = scan(pre.to(device, dtype), cu_seqlens.to(device), given, slots.to(device), *options)
+    h = scan(pre.to(device, dtype), cu_seqlens.to(device), given, slots.to(device), *chosen)
     close(h, wanted, dtype)
     close(given, wanted_state, torch.float32)
     assert not h[135:200].any() and not h[331:].any(), "padding rows must be zero"
@@ -68,14 +72,15 @@ def test_a_step_is_a_scan_of_length_one(
     pre = exact(batch, CELLS[cell] * channels, seed=3, scale=2.0)
     state = exact(12, channels, seed=4)
     slots = int32(4, 0, -1, 11, 7, 3, -5, 2, 9)
-    wanted, wanted_state = reference(f"{cell}_step")(pre, state, slots, *options)
+    plain, chosen = (given_options(options, channels, where) for where in ("cpu", device))
+    wanted, wanted_state = reference(f"{cell}_step")(pre, state, slots, *plain)
     x, rows = pre.to(device, dtype), slots.to(device)
     stepped, scanned = state.float().to(device), state.float().to(device)
-    h = getattr(ops, f"{cell}_step")(x, stepped, rows, *options)
+    h = getattr(ops, f"{cell}_step")(x, stepped, rows, *chosen)
     close(h, wanted, dtype)
     close(stepped, wanted_state, torch.float32)
     edges = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    same_bits(getattr(ops, f"{cell}_scan")(x, edges, scanned, rows, *options), h)
+    same_bits(getattr(ops, f"{cell}_scan")(x, edges, scanned, rows, *chosen), h)
     same_bits(scanned, stepped)
 
 
@@ -86,10 +91,10 @@ def test_stepping_through_equals_the_scan(device: str, cell: str, options: Optio
     pre = exact(length, CELLS[cell] * channels, seed=5, scale=2.0).float().to(device)
     stepped, scanned = (torch.ones(1, channels, device=device) for _ in range(2))
     slot = int32(0, device=device)
-    step = getattr(ops, f"{cell}_step")
-    rows = torch.cat([step(pre[t : t + 1], stepped, slot, *options) for t in range(length)])
+    step, chosen = getattr(ops, f"{cell}_step"), given_options(options, channels, device)
+    rows = torch.cat([step(pre[t : t + 1], stepped, slot, *chosen) for t in range(length)])
     cu_seqlens = int32(0, length, device=device)
-    h = getattr(ops, f"{cell}_scan")(pre, cu_seqlens, scanned, slot, *options)
+    h = getattr(ops, f"{cell}_scan")(pre, cu_seqlens, scanned, slot, *chosen)
     close(h, rows.cpu().double(), torch.float32)
     close(scanned, stepped.cpu().double(), torch.float32)
 
@@ -103,10 +108,11 @@ def test_extreme_gates_stay_finite_and_right(device: str, cell: str, options: Op
     pre = gates.T.reshape(1, -1)  # one token, a channel for each combination
     channels = gates.shape[0]
     state = exact(1, channels, seed=6)
-    wanted, _ = reference(f"{cell}_step")(pre, state, int32(0), *options)
+    plain, chosen = (given_options(options, channels, where) for where in ("cpu", device))
+    wanted, _ = reference(f"{cell}_step")(pre, state, int32(0), *plain)
     given = state.float().to(device)
     h = getattr(ops, f"{cell}_step")(
-        pre.float().to(device), given, int32(0, device=device), *options
+        pre.float().to(device), given, int32(0, device=device), *chosen
     )
     assert h.isfinite().all()
     close(h, wanted, torch.float32)
@@ -126,13 +132,14 @@ def test_training_scan_and_its_gradients(
 
     pre = values.clone().requires_grad_()
     h0 = start.clone().requires_grad_() if with_h0 else None
-    wanted, wanted_last = reference(f"{cell}_scan_train")(pre, cu_seqlens, h0, *options)
+    plain, chosen = (given_options(options, 37, where) for where in ("cpu", device))
+    wanted, wanted_last = reference(f"{cell}_scan_train")(pre, cu_seqlens, h0, *plain)
     (wanted * seen).sum().add((wanted_last * seen_last).sum()).backward()
 
     x = values.to(device, dtype).requires_grad_()
     x0 = start.to(device, state_type).requires_grad_() if with_h0 else None
     scan = getattr(ops, f"{cell}_scan_train")
-    h, last = scan(x, cu_seqlens.to(device), x0, *options)
+    h, last = scan(x, cu_seqlens.to(device), x0, *chosen)
     torch.autograd.backward((h, last), (seen.to(device, dtype), seen_last.to(device, state_type)))
 
     assert h.dtype == dtype and last.dtype == state_type
@@ -160,15 +167,15 @@ def test_gradcheck(device: str, length: int, cell: str, options: Options) -> Non
     cu_seqlens = int32(0, length // 3, length // 3, length, device=device)
     pre = exact(length + 1, CELLS[cell] * 2, seed=11).to(device).requires_grad_()
     h0 = exact(3, 2, seed=12).to(device).requires_grad_()
-    scan = getattr(ops, f"{cell}_scan_train")
-    assert torch.autograd.gradcheck(lambda p, s: scan(p, cu_seqlens, s, *options), (pre, h0))
-    assert torch.autograd.gradcheck(lambda p: scan(p, cu_seqlens, None, *options), (pre,))
+    scan, chosen = getattr(ops, f"{cell}_scan_train"), given_options(options, 2, device)
+    assert torch.autograd.gradcheck(lambda p, s: scan(p, cu_seqlens, s, *chosen), (pre, h0))
+    assert torch.autograd.gradcheck(lambda p: scan(p, cu_seqlens, None, *chosen), (pre,))
     # Only one of the two results is used.
-    assert torch.autograd.gradcheck(lambda p: scan(p, cu_seqlens, h0, *options)[1], (pre,))
+    assert torch.autograd.gradcheck(lambda p: scan(p, cu_seqlens, h0, *chosen)[1], (pre,))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("cell", "options"), PLAIN)
+@pytest.mark.parametrize(("cell", "options"), PLAIN[:2])  # of hgrn no operator trains
 def test_training_and_serving_scans_agree_bit_for_bit(
     device: str, cell: str, options: Options
 ) -> None:
@@ -181,3 +188,36 @@ def test_training_and_serving_scans_agree_bit_for_bit(
     trained, last = getattr(ops, f"{cell}_scan_train")(pre, edges, h0, *options)
     same_bits(trained, h)
     same_bits(last, served[slots.long()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_of_a_lower_bound(device: str) -> None:
+    cu_seqlens = int32(0, 3, 3, 9, device=device)
+    pre = exact(11, 3 * 2, seed=11).to(device).requires_grad_()
+    bound = torch.tensor([0.25, 0.75], dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda p, b: ops.hgrn_scan_train(p, cu_seqlens, None, b), (pre, bound)
+    )
+    h, _ = ops.hgrn_scan_train(pre, cu_seqlens, None, bound)
+    h.sum().backward()
+    assert pre.grad is not None
+    assert not pre.grad[:, 4:].any(), "the output gate has no part in it"
+
+
+def test_no_lower_bound_is_one_of_zero() -> None:
+    pre, cu_seqlens, state, slots = ragged("hgrn")
+    given = [state.float() for _ in range(2)]
+    with_none = ops.hgrn_scan(pre.float(), cu_seqlens, given[0], slots)
+    same_bits(ops.hgrn_scan(pre.float(), cu_seqlens, given[1], slots, torch.zeros(37)), with_none)
+    same_bits(given[1], given[0])
+
+
+def test_lower_bounds_that_do_not_fit_are_told() -> None:
+    pre, cu_seqlens, state, slots = ragged("hgrn")
+    for bound in (torch.zeros(36), torch.zeros(37).double(), torch.zeros(1, 37)):
+        with pytest.raises(RuntimeError, match=r"lower_bound must be float32 \[channels\]"):
+            ops.hgrn_scan(pre.float(), cu_seqlens, state.float(), slots, bound)
+    with pytest.raises(RuntimeError, match=r"lower_bound must be \[37\], got \[36\]"):
+        ops.hgrn_scan_train(pre, cu_seqlens, None, torch.zeros(36))
+    with pytest.raises(RuntimeError, match=r"h0 must be \[5, 37\]"):
+        ops.hgrn_scan_train(pre, cu_seqlens, state)

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from engine import ops
-from tests.ops.helpers import CELLS, DEVICES, exact, int32, ragged, same_bits
+from tests.ops.helpers import (
+    BOUND,
+    CELLS,
+    DEVICES,
+    exact,
+    given_options,
+    int32,
+    ragged,
+    same_bits,
+)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 NAMES = [
@@ -24,6 +33,8 @@ NAMES = [
     "minlstm_step",
     "minlstm_scan_train",
     "minlstm_scan_train_backward",
+    "hgrn_scan",
+    "hgrn_step",
     "conv_scan",
     "conv_step",
     "target_logprobs",
@@ -35,6 +46,8 @@ STATE_AT = {
     "mingru_step": 1,
     "minlstm_scan": 2,
     "minlstm_step": 1,
+    "hgrn_scan": 2,
+    "hgrn_step": 1,
     "conv_scan": 4,
     "conv_step": 3,
 }
@@ -65,7 +78,9 @@ def _arguments(name: str) -> tuple[Any, ...]:
             return exact(3, 5, seed=7).float(), weight, bias, state, slots
         return exact(12, 5, seed=7).float(), weight, bias, int32(0, 2, 7, 10), state, slots
     cell = name.split("_")[0]
-    options = (False,) if cell == "mingru" else (False, True)
+    options = given_options(
+        {"mingru": (False,), "minlstm": (False, True), "hgrn": (BOUND,)}[cell], channels=5
+    )
     pre, cu_seqlens, state, slots = ragged(cell, channels=5)
     if name.endswith("step"):
         return pre[:5].float(), state.float(), slots, *options

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.ops import fused_norm as normed
-from tests.ops.helpers import CELLS, exact
+from tests.ops.helpers import CELL_OF, CELLS, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +68,7 @@ def test_gelu(shape: tuple[int, int, int], biases: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("cell", list(CELLS))
+@pytest.mark.parametrize("cell", list(CELL_OF.values()))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biases", [False, True])
 def test_step(

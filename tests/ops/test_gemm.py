@@ -22,7 +22,7 @@ from engine.ops.gemm import (
     linear_step_reference,
     norm_inputs,
 )
-from tests.ops.helpers import CELLS, exact
+from tests.ops.helpers import CELL_OF, CELLS, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ def test_linear_map(shape: tuple[int, int], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("cell", list(CELLS))
+@pytest.mark.parametrize("cell", list(CELL_OF.values()))
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_linear_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None:
     if cell == "mingru" and not options[1]:
@@ -111,7 +111,7 @@ def test_linear_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("cell", list(CELLS))
+@pytest.mark.parametrize("cell", list(CELL_OF.values()))
 @pytest.mark.parametrize("tokens", [1, 8, 40, 300])
 def test_a_step_is_map_and_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None:
     if cell == "mingru" and not options[1]:
@@ -136,7 +136,7 @@ def test_a_step_is_map_and_step(tokens: int, cell: str, options: tuple[bool, boo
     torch.testing.assert_close(state, apart, rtol=0.02, atol=0.03)
 
 
-@pytest.mark.parametrize("cell", list(CELLS))
+@pytest.mark.parametrize("cell", list(CELL_OF.values()))
 def test_rows_of_state_lie_apart_and_slots_may_miss_them(cell: str) -> None:
     gates, channels, inputs, rows = CELLS[cell], 72, 128, 6
     x, squares = normed(5, inputs)

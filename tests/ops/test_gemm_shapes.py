@@ -14,7 +14,7 @@ from engine.ops.gemm import (
     linear_residual_,
     linear_step,
 )
-from tests.ops.helpers import CELLS
+from tests.ops.helpers import CELL_OF, CELLS
 
 ROWS, INPUTS, CHANNELS = 5, 128, 192
 EPS = 1e-6
@@ -44,7 +44,7 @@ def test_linear_map(fixed_order: bool) -> None:
     assert like(logits) == ([ROWS, CHANNELS], torch.float32)
 
 
-@pytest.mark.parametrize("cell", list(CELLS))
+@pytest.mark.parametrize("cell", list(CELL_OF.values()))
 def test_linear_step(cell: str) -> None:
     state, slots = meta(9, CHANNELS, dtype=torch.float32), meta(ROWS, dtype=torch.int32)
     weight = meta(CELLS[cell] * CHANNELS, INPUTS)
