@@ -172,7 +172,15 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "normed_step_(Tensor(a!) x, float eps, Tensor y, Tensor? bias, Tensor? ahead, "
       "Tensor(b!) state, Tensor slots, str cell, bool linear_candidate=False, "
-      "bool normalize_gates=True) -> Tensor");
+      "bool normalize_gates=True, Tensor? lower_bound=None, Tensor? norm_weight=None) -> Tensor");
+  // gate | up = y / norm + bias -> silu(gate) * up
+  m.def(
+      "normed_swiglu_(Tensor(a!) x, float eps, Tensor y, Tensor? bias=None, Tensor? ahead=None) -> "
+      "Tensor");
+  // h / norm(h) * weight * silu(gate); rows of gate may lie apart
+  m.def("gated_rms_norm(Tensor h, Tensor gate, Tensor? weight, float eps) -> Tensor");
+  // y [rows, gate | up] -> silu(gate) * up
+  m.def("swiglu(Tensor y) -> Tensor");
   // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU
   m.def("product_algorithms(Tensor x, Tensor weight, Tensor out) -> Tensor");
   // out = x weight^T, or out += it, in one of these ways
@@ -233,6 +241,9 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
   m.impl("rms_norm", TORCH_BOX(&minserve::rms_norm));
   m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
+  m.impl("normed_swiglu_", TORCH_BOX(&minserve::normed_swiglu));
+  m.impl("gated_rms_norm", TORCH_BOX(&minserve::gated_rms_norm));
+  m.impl("swiglu", TORCH_BOX(&minserve::swiglu));
   m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));
   m.impl("product_algorithms", TORCH_BOX(&minserve::product_algorithms));
   m.impl("product_", TORCH_BOX(&minserve::product));

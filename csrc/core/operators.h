@@ -101,7 +101,12 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
                  const MaybeTensor& ahead);
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots,
-                   const std::string& cell, bool linear_candidate, bool normalize_gates);
+                   const std::string& cell, bool linear_candidate, bool normalize_gates,
+                   const MaybeTensor& lower_bound, const MaybeTensor& norm_weight);
+Tensor normed_swiglu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                     const MaybeTensor& ahead);
+Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps);
+Tensor swiglu(const Tensor& y);
 Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,
              bool add);

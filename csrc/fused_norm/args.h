@@ -27,12 +27,33 @@ struct NormedArgs {
   const std::int32_t* slots = nullptr;  // [rows]
   bool linear_candidate = false, normalize_gates = true;
 
-  // Of a norm alone, y = x / norm * weight.
-  const bf16* weight = nullptr;  // [width]
+  // Of a step with an output gate.
+  const float* lower_bound = nullptr;  // [channels], or null
+
+  // Of a norm alone, y = x / norm * weight, [width]; of a step with an output gate, that of its
+  // norm, [channels], or null.
+  const bf16* weight = nullptr;
+};
+
+// h / norm(h) * weight * silu(gate), all of one dtype.
+struct GatedNormArgs {
+  std::int64_t rows = 0, channels = 0, gate_stride = 0;
+  float eps = 0.0f;
+  const void* h = nullptr;       // [rows, channels]
+  const void* gate = nullptr;    // [rows, channels], rows gate_stride apart
+  const void* weight = nullptr;  // [channels], or null
+  void* out = nullptr;           // [rows, channels]
+};
+
+// silu(gate) * up, of one dtype.
+struct SwigluArgs {
+  std::int64_t rows = 0, channels = 0;  // of the output
+  const void* y = nullptr;              // [rows, gate | up]
+  void* out = nullptr;                  // [rows, channels]
 };
 
 // The cells whose step a kernel computes.
-using NormedCells = CellList<CellKind::mingru, CellKind::minlstm>;
+using NormedCells = CellList<CellKind::mingru, CellKind::minlstm, CellKind::hgrn>;
 
 namespace cuda {
 
@@ -41,6 +62,12 @@ void rms_norm(const NormedArgs& args, int device, void* stream);
 
 // y = GELU(y / norm + bias), in place.
 void normed_gelu(const NormedArgs& args, int device, void* stream);
+
+// out = silu(gate) * up with gate | up = y / norm + bias.
+void normed_swiglu(const NormedArgs& args, int device, void* stream);
+
+void gated_rms_norm(const GatedNormArgs& args, Dtype dtype, int device, void* stream);
+void swiglu(const SwigluArgs& args, Dtype dtype, int device, void* stream);
 
 // A cell's step from y / norm + bias.
 void normed_step(const NormedArgs& args, CellKind cell, int device, void* stream);

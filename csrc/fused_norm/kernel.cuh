@@ -51,7 +51,7 @@ struct Stream {
     if (first_vector() < args.width) first.load(x + first_vector());
   }
   // One over its root mean square; then it has what the next product's bias adds to it.
-  __device__ __forceinline__ float divide_and_add(Block::Shared& shared) {
+  __device__ __forceinline__ float divide_and_add(Block& block) {
     float sum = 0.0f;
     for (std::int64_t at = first_vector(); at < args.width; at += vector_stride()) {
       Vector own = first;
@@ -59,7 +59,7 @@ struct Stream {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) sum = fmaf(own[i], own[i], sum);
     }
-    sum = Block(shared).all(sum, 0.0f, [](float a, float b) { return a + b; });
+    sum = block.all(sum, 0.0f, [](float a, float b) { return a + b; });
     if (args.ahead) {  // by whoever has read it, and nobody else does
       for (std::int64_t at = first_vector(); at < args.width; at += vector_stride()) {
         Vector own = first, bias;
@@ -81,6 +81,7 @@ struct Stream {
 __global__ void __launch_bounds__(kMostThreads)
     normed_gelu_kernel(const __grid_constant__ NormedArgs args) {
   extern __shared__ uint4 memory[];
+  Block block(*reinterpret_cast<Block::Shared*>(memory));
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.channels;
   pdl_launch_dependents();
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kMostThreads)
   stream.ask();
   std::int64_t at = first_vector();
   load(at);
-  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
+  const float scale = stream.divide_and_add(block);
   while (at < args.channels) {
 #pragma unroll
     for (int n = 0; n < kHeld; ++n) {
@@ -122,6 +123,7 @@ __global__ void __maxnreg__(kStepRegisters)
   using Cell = CellOf<float>;
   static_assert(kIsPlain<Cell>);
   extern __shared__ uint4 memory[];
+  Block block(*reinterpret_cast<Block::Shared*>(memory));
   const std::int64_t row = blockIdx.x;
   const bf16* const y = args.y + row * args.channels * Cell::kInputs;
   pdl_launch_dependents();
@@ -142,7 +144,7 @@ __global__ void __maxnreg__(kStepRegisters)
   float* const row_of_state = args.state + (real ? slot * args.state_stride : 0);
   Channels<float, kVector> state;
   if (real && at < args.channels) state.load(row_of_state + at);
-  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
+  const float scale = stream.divide_and_add(block);
   while (at < args.channels) {
     float h[kVector];
 #pragma unroll
@@ -173,6 +175,7 @@ __global__ void __maxnreg__(kStepRegisters)
 __global__ void __launch_bounds__(kMostThreads)
     rms_norm_kernel(const __grid_constant__ NormedArgs args) {
   extern __shared__ uint4 memory[];
+  Block block(*reinterpret_cast<Block::Shared*>(memory));
   const std::int64_t row = blockIdx.x;
   bf16* const y = args.y + row * args.width;
   pdl_launch_dependents();
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kMostThreads)
   wait_for_previous_kernel();
   stream.ask();
   if (at < args.width) weight.load(args.weight + at);
-  const float scale = stream.divide_and_add(*reinterpret_cast<Block::Shared*>(memory));
+  const float scale = stream.divide_and_add(block);
   Vector own = stream.first;
   while (at < args.width) {
     float out[kVector];

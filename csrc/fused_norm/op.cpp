@@ -64,9 +64,74 @@ void normed_gelu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor
   if (args.rows > 0) cuda::normed_gelu(args, x.get_device_index(), current_stream(x));
 }
 
+Tensor normed_swiglu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
+                     const MaybeTensor& ahead) {
+  const Check check("normed_swiglu_", x, "x");
+  NormedArgs args = normed_args(check, x, eps, y, bias, ahead);
+  check.require(args.channels % 16 == 0,
+                "y must be [rows, gate | up], each of a multiple of 8, got ", describe(y));
+  args.channels /= 2;
+  const Tensor out = torch::stable::new_empty(x, {args.rows, args.channels});
+  args.out = static_cast<bf16*>(out.mutable_data_ptr());
+  if (args.rows > 0) cuda::normed_swiglu(args, x.get_device_index(), current_stream(x));
+  return out;
+}
+
+Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps) {
+  const Check check("gated_rms_norm", h, "h");
+  const Dtype dtype = check.dtype(false);
+  check.tensor(h, "h", h.scalar_type(), {-1, -1}, "[rows, channels]");
+  check_vectors(check, h, "h");
+  GatedNormArgs args;
+  args.rows = h.size(0);
+  args.channels = h.size(1);
+  check.tensor(gate, "gate", h.scalar_type(), {args.rows, args.channels}, "[rows, channels]");
+  args.gate_stride = gate.stride(0);
+  const std::int64_t row_bytes = args.gate_stride * bytes_of(gate);
+  check.require((args.channels <= 1 || gate.stride(1) == 1) &&
+                    row_bytes % static_cast<std::int64_t>(kAlignment) == 0 &&
+                    reinterpret_cast<std::uintptr_t>(gate.const_data_ptr()) % kAlignment == 0,
+                "channels of gate must lie together, its rows at multiples of ", kAlignment,
+                " bytes, got ", describe(gate));
+  if (weight) {
+    check.tensor(*weight, "weight", h.scalar_type(), {args.channels}, "[channels]");
+    check_vectors(check, *weight, "weight");
+    args.weight = weight->const_data_ptr();
+  }
+  const Tensor out = torch::stable::new_empty(h, {args.rows, args.channels});
+  args.eps = static_cast<float>(eps);
+  args.h = h.const_data_ptr();
+  args.gate = gate.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  if (args.rows > 0 && args.channels > 0) {
+    cuda::gated_rms_norm(args, dtype, h.get_device_index(), current_stream(h));
+  }
+  return out;
+}
+
+Tensor swiglu(const Tensor& y) {
+  const Check check("swiglu", y, "y");
+  const Dtype dtype = check.dtype(false);
+  check.tensor(y, "y", y.scalar_type(), {-1, -1}, "[rows, gate | up]");
+  check_vectors(check, y, "y");
+  check.require(y.size(1) % 16 == 0, "y must be [rows, gate | up], each of a multiple of 8, got ",
+                describe(y));
+  SwigluArgs args;
+  args.rows = y.size(0);
+  args.channels = y.size(1) / 2;
+  const Tensor out = torch::stable::new_empty(y, {args.rows, args.channels});
+  args.y = y.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  if (args.rows > 0 && args.channels > 0) {
+    cuda::swiglu(args, dtype, y.get_device_index(), current_stream(y));
+  }
+  return out;
+}
+
 Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                    const MaybeTensor& ahead, const Tensor& state, const Tensor& slots_given,
-                   const std::string& cell, bool linear_candidate, bool normalize_gates) {
+                   const std::string& cell, bool linear_candidate, bool normalize_gates,
+                   const MaybeTensor& lower_bound, const MaybeTensor& norm_weight) {
   const Check check("normed_step_", x, "x");
   NormedArgs args = normed_args(check, x, eps, y, bias, ahead);
   check.require(state.dim() == 2, "state must be [num_slots, channels], got ", describe(state));
@@ -79,6 +144,18 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
   check.require(state.stride(0) % 4 == 0 &&
                     reinterpret_cast<std::uintptr_t>(state.const_data_ptr()) % kAlignment == 0,
                 "rows of state must be aligned to 16 bytes");
+  const CellTraits& traits = traits_of(kind);
+  const bool gated = traits.preactivations > traits.inputs;
+  check.require(gated || (!lower_bound && !norm_weight), "the cell ", traits.name,
+                " has no lower_bound and no norm_weight");
+  check.require(!gated || (!linear_candidate && normalize_gates), "the cell ", traits.name,
+                " has no linear_candidate and no normalize_gates");
+  if (lower_bound) {
+    check.tensor(*lower_bound, "lower_bound", ScalarType::Float, {channels}, "[channels]");
+    check_vectors(check, *lower_bound, "lower_bound");
+    args.lower_bound = static_cast<const float*>(lower_bound->const_data_ptr());
+  }
+  args.weight = vector(check, norm_weight, "norm_weight", channels);
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(check, slots, state.size(0), args.rows, channels);
   args.channels = channels;

@@ -1,4 +1,4 @@
-"""rms_norm, normed_gelu_ and normed_step_: the operations between matrix products, on CUDA.
+"""The operations between matrix products: norms, GELU, SwiGLU and steps.
 
 RMSNorm(x) W^T is x (norm_weight * W)^T divided by the root mean square of each row of x. So the
 library's product can read the residual stream x itself, with the norm's weight folded into the
@@ -10,6 +10,10 @@ to x in advance.
 
 rms_norm is the norm itself (Zhang and Sennrich, arXiv 1910.07467), for cases where no product
 follows. Unlike torch's, it can start before the previous kernel has ended.
+
+gated_rms_norm and swiglu are for models with gates (HGRN; Shazeer, arXiv 2002.05202). They run
+anywhere: on a GPU in one kernel, else as the plain torch of their references. All others are for
+CUDA alone.
 """
 
 import torch
@@ -17,6 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.ops import scan
+from engine.ops.library import has_cuda_kernels
+
+_HAS_KERNELS = has_cuda_kernels()
 
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -59,6 +66,73 @@ def normed_gelu_(
     torch.ops.minserve.normed_gelu_(x, eps, y, bias, ahead)
 
 
+def normed_swiglu_(
+    x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
+) -> Tensor:
+    """Return silu(gate) * up of gate | up = y / norm(x) + bias; then x += ahead.
+
+    Args:
+        x, eps, ahead: as for normed_gelu_.
+        y: W x, [rows, gate | up], bfloat16; each a multiple of 8 wide.
+        bias: [columns of y].
+
+    Returns:
+        [rows, columns / 2], bfloat16.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    out: Tensor = torch.ops.minserve.normed_swiglu_(x, eps, y, bias, ahead)
+    return out
+
+
+def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return h / sqrt(mean(h^2) + eps) * weight * silu(gate), row by row, in fp32, rounded once.
+
+    Args:
+        h: [tokens, channels], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16
+            bytes, channels a multiple of 8.
+        gate: [tokens, channels] in h's dtype; rows may lie apart, as the last third of
+            pre-activations does, but at multiples of 16 bytes.
+        weight: [channels] in h's dtype; None is ones.
+        eps: added to the mean of the squares.
+
+    Returns:
+        [tokens, channels] in h's dtype.
+
+    Raises:
+        RuntimeError: on a GPU, shapes, dtypes, alignments or devices do not fit.
+    """
+    if h.is_cuda and _HAS_KERNELS:
+        normed: Tensor = torch.ops.minserve.gated_rms_norm(h, gate, weight, eps)
+        return normed
+    wide = h.float()
+    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        wide = wide * weight.float()
+    return (wide * functional.silu(gate.float())).to(h.dtype)
+
+
+def swiglu(y: Tensor) -> Tensor:
+    """Return silu(gate) * up of y = gate | up, in fp32 and then rounded once.
+
+    Args:
+        y: [tokens, 2 * hidden], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16
+            bytes, hidden a multiple of 8.
+
+    Returns:
+        [tokens, hidden] in y's dtype.
+
+    Raises:
+        RuntimeError: on a GPU, shapes, dtypes or alignments do not fit.
+    """
+    if y.is_cuda and _HAS_KERNELS:
+        out: Tensor = torch.ops.minserve.swiglu(y)
+        return out
+    gate, up = y.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(y.dtype)
+
+
 def normed_step_(
     x: Tensor,
     eps: float,
@@ -70,6 +144,8 @@ def normed_step_(
     cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    lower_bound: Tensor | None = None,
+    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute one step of a cell with the pre-activations y / norm(x) + bias; then x += ahead.
 
@@ -79,9 +155,14 @@ def normed_step_(
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [rows]; negative: a padding row, which is skipped; its h is zero. No row may
             occur twice.
-        cell: "mingru" or "minlstm".
+        cell: "mingru", "minlstm" or "hgrn". What hgrn returns is gated_rms_norm(h, g, norm_weight,
+            eps), with h rounded to bfloat16 first.
         linear_candidate: g(x) = x.
         normalize_gates: for minLSTM: f' + i' = 1.
+
+        lower_bound: for hgrn: of the forget gate, float32 [channels], contiguous and aligned to 16
+            bytes; None is zero.
+        norm_weight: for hgrn: [channels], bfloat16; None is ones.
 
     Returns:
         h [rows, channels], bfloat16.
@@ -90,7 +171,18 @@ def normed_step_(
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
     h: Tensor = torch.ops.minserve.normed_step_(
-        x, eps, y, bias, ahead, state, slots, cell, linear_candidate, normalize_gates
+        x,
+        eps,
+        y,
+        bias,
+        ahead,
+        state,
+        slots,
+        cell,
+        linear_candidate,
+        normalize_gates,
+        lower_bound,
+        norm_weight,
     )
     return h
 
@@ -123,11 +215,29 @@ def step_reference(
     cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    lower_bound: Tensor | None = None,
+    norm_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Reference of normed_step_ in float64, without side effects; returns (h, the new state)."""
     pre = _divided(x, eps, y, bias)
-    flags = (linear_candidate, normalize_gates)[: scan.CELLS[cell].flags]
-    return scan.step_reference(cell, pre, state, slots, *flags)
+    if cell != "hgrn":
+        flags = (linear_candidate, normalize_gates)[: scan.CELLS[cell].flags]
+        return scan.step_reference(cell, pre, state, slots, *flags)
+    h, after = scan.step_reference(cell, pre, state, slots, lower_bound)
+    gate = pre[:, 2 * state.shape[1] :]
+    return gated_norm_reference(h, gate, norm_weight, eps), after
+
+
+def gated_norm_reference(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Reference of gated_rms_norm in float64."""
+    normed = _divided(h, eps, h, None) * (1 if weight is None else weight.double())
+    return normed * functional.silu(gate.double())
+
+
+def swiglu_reference(y: Tensor) -> Tensor:
+    """Reference of swiglu in float64."""
+    gate, up = y.double().chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 def _fake_norm(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -151,10 +261,27 @@ def _fake_step(
     cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
+    lower_bound: Tensor | None = None,
+    norm_weight: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], state.shape[1]))
+
+
+def _fake_swiglu(
+    x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
+) -> Tensor:
+    return y.new_empty((y.shape[0], y.shape[1] // 2))
+
+
+def _fake_gated(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return h.new_empty(h.shape)
 
 
 torch.library.register_fake("minserve::rms_norm", _fake_norm)
 torch.library.register_fake("minserve::normed_gelu_", _fake_gelu)
 torch.library.register_fake("minserve::normed_step_", _fake_step)
+torch.library.register_fake("minserve::normed_swiglu_", _fake_swiglu)
+torch.library.register_fake("minserve::gated_rms_norm", _fake_gated)
+torch.library.register_fake(
+    "minserve::swiglu", lambda y: y.new_empty((y.shape[0], y.shape[1] // 2))
+)

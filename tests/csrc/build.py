@@ -51,6 +51,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "logprobs": ("logprobs_driver.cpp", []),
     "logits_processor": ("logits_processor_driver.cpp", []),
     "fused_norm": ("fused_norm_driver.cpp", []),
+    "gated_norm": ("gated_norm_driver.cpp", []),
     "pinned_copy": ("pinned_copy_driver.cpp", []),
     "defects": ("defects.cpp", []),
 }

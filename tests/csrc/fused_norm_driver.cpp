@@ -175,10 +175,11 @@ int main(int count, char** arguments) {
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
   check_curve();
-  cuda::with_cell<NormedCells>(static_cast<CellKind>(cell), [&](auto tag) {
-    given.gates = decltype(tag)::Traits::kPreactivations;
-    check(tag, given);
-  });
+  cuda::with_cell<CellList<CellKind::mingru, CellKind::minlstm>>(
+      static_cast<CellKind>(cell), [&](auto tag) {
+        given.gates = decltype(tag)::Traits::kPreactivations;
+        check(tag, given);
+      });
   std::puts("ok");
   return 0;
 }

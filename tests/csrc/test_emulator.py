@@ -209,6 +209,14 @@ FUSED_NORMS = [
     "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6",
 ]
 
+# One turn of the threads and two, of either row.
+GATED_NORMS = [
+    "--width 8 --channels 8",
+    "--width 72 --channels 200 --seeds 2,3",
+    "--width 64 --channels 8200 --rows 3 --seeds 4",
+    "--width 8200 --channels 72 --rows 3 --seeds 5",
+]
+
 # Threads have a word, or several; all, some and no words become zero.
 PINNED_COPIES = [
     "--count 1",
@@ -276,6 +284,12 @@ def test_logprobs(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", LOGITS_PROCESSED)
 def test_logits_processor(programs: Path, case: str) -> None:
     result = run(programs / "logits_processor", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", GATED_NORMS)
+def test_gated_norms(programs: Path, case: str) -> None:
+    result = run(programs / "gated_norm", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

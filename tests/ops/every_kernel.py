@@ -21,7 +21,14 @@ from engine.models.backends.hopper import HopperBackend
 from engine.models.loader import quantize_model
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
-from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
+from engine.ops.fused_norm import (
+    gated_rms_norm,
+    normed_gelu_,
+    normed_step_,
+    normed_swiglu_,
+    rms_norm,
+    swiglu,
+)
 from engine.ops.gemm import (
     SQUARE_ROWS,
     best_of,
@@ -212,6 +219,29 @@ def normed(width: int, channels: int, cell: str) -> None:
     normed_step_(x, EPS, pre, None, None, state, slots, cell, linear_candidate=True)
 
 
+def gated(width: int, channels: int) -> None:
+    rows = 5
+    x, weight = random(rows, width), random(channels)
+    pre, state = random(rows, 3 * channels), torch.zeros(rows, channels, device="cuda")
+    bound = torch.rand(channels, device="cuda")
+    slots = torch.tensor([2, -1, 0, rows, 4], dtype=torch.int32, device="cuda")
+    normed_step_(x, EPS, pre, None, None, state, slots, "hgrn")
+    normed_step_(
+        *(x, EPS, pre, random(3 * channels), random(width), state, slots, "hgrn"),
+        lower_bound=bound,
+        norm_weight=weight,
+    )
+    normed_swiglu_(x, EPS, random(rows, 2 * channels), random(2 * channels), random(width))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pre = random(rows, 3 * channels, dtype=dtype)
+        gated_rms_norm(random(rows, channels, dtype=dtype), pre[:, 2 * channels :], None, EPS)
+        gated_rms_norm(
+            *(random(rows, channels, dtype=dtype), pre[:, 2 * channels :]),
+            *(weight.to(dtype), EPS),
+        )
+        swiglu(random(rows, 2 * channels, dtype=dtype))
+
+
 def whole_steps() -> None:
     """More channels than one unit for each block; a convolution; every cell."""
     for cell, linear in itertools.product(("mingru", "minlstm"), (False, True)):
@@ -272,9 +302,10 @@ def main() -> None:
     for count in (3, 300_000):  # threads have one word, or more
         copying(count)
     for (width, channels), cell in itertools.product(
-        ((8, 8), (72, 200), (64, 16392), (9000, 72)), CELLS
+        ((8, 8), (72, 200), (64, 16392), (9000, 72)), CELL_OF.values()
     ):
         normed(width, channels, cell)
+        gated(width, channels)
     if torch.cuda.get_device_capability()[0] == 9 and "90a" in cuda_archs():
         for shapes, fixed in ((MAPS, False), (FIXED, True)):
             for channels, inputs, counts in shapes:
