@@ -275,7 +275,7 @@ def _peers(
     figures.package = None if package is None else package.name
     for row in figures.decode:
         rows.fill(row, "peer", functools.partial(_peer_step, model, row.batch, asked))
-        if package is not None:
+        if package is not None and package.decodes:
             rows.fill(
                 row, "package", functools.partial(_package_step, package, row.batch, asked, device)
             )

@@ -52,18 +52,20 @@ class PackagePeer(Protocol):
     """The package that publishes such models; methods raise ImportError if it is not there."""
 
     name: str
+    decodes: bool  # whether it has a step whose cost does not grow with the text
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """Read a prompt [tokens]; return logits whose last row is that of the last token."""
 
     def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
-        """Return a function that decodes one token of `batch` sequences, or raise ValueError."""
+        """Return a function that decodes one token of `batch` sequences, if it `decodes`."""
 
 
 class MinGruPytorch:
     """minGRU-pytorch, for prompts, with random fp32 weights of its own."""
 
     name = "minGRU-pytorch"
+    decodes = False
 
     def __init__(self, model: LM) -> None:
         self._config, self._device = model.config, model.norm.weight.device
@@ -79,7 +81,7 @@ class MinGruPytorch:
         return self._read(tokens)[0, -1]
 
     def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
-        """Raise ValueError, because the package has no step whose state is of fixed size."""
+        """Raise ValueError."""
         raise ValueError("the package is measured for prompts only")
 
 
@@ -87,6 +89,7 @@ class Fla:
     """flash-linear-attention, with the same weights."""
 
     name = "fla"
+    decodes = True
 
     def __init__(self, model: HgrnLM) -> None:
         self._given = model

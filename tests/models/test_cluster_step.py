@@ -250,12 +250,10 @@ def test_steps_as_the_chain_does(name: str, form: Form) -> None:
         assert got.shape == expected.shape and got.dtype == torch.float32
         for mine, other, best in (
             (got[live], expected[live], right[live]),
-            (ours["cell"], theirs["cell"], reference["cell"]),
-            (ours["conv"], theirs["conv"], reference["conv"]),
+            *zip(ours.tensors(), theirs.tensors(), reference.tensors(), strict=True),
         ):
-            if mine is not None and other is not None and best is not None:
-                error, usual = relative_error(mine, best), relative_error(other, best)
-                assert error < 2 * usual + 5e-3
+            error, usual = relative_error(mine, best), relative_error(other, best)
+            assert error < 2 * usual + 5e-3
         dead = [row for row in range(most) if row not in slots]
         assert torch.equal(ours["cell"][:, dead], theirs["cell"][:, dead])
         if ours.get("conv") is not None and theirs.get("conv") is not None:
@@ -306,9 +304,8 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, fo
         got = clusters.step(ids[order], state, others)
         assert torch.equal(got[others >= 0], logits[order][others >= 0])
         live = others[others >= 0].long()
-        for mine, other in ((state["cell"], whole["cell"]), (state["conv"], whole["conv"])):
-            if mine is not None and other is not None:
-                assert torch.equal(mine[:, live], other[:, live])
+        for mine, other in zip(state.tensors(), whole.tensors(), strict=True):
+            assert torch.equal(mine[:, live], other[:, live])
 
 
 @pytest.mark.gpu

@@ -184,7 +184,7 @@ def test_bests_of_steps(vocabulary: int, bias: bool, name: str) -> None:
     to_bests = quick.step_to_bests(rows)
     assert to_bests is not None
     ids = ids_of(to_bests(tokens, its, slots))
-    assert torch.equal(mine.cell, its.cell)
+    assert torch.equal(mine["cell"], its["cell"])
     at_best = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
     assert relative_error(at_best[1:], logits.amax(1)[1:]) < 0.005
     assert (ids == logits.argmax(1))[1:].float().mean() > 0.95
@@ -205,7 +205,7 @@ def test_bests_in_a_fixed_order(bias: bool) -> None:
         to_bests = quick.step_to_bests(rows)
         assert to_bests is not None
         best = to_bests(tokens[:rows], its, slots)
-        assert torch.equal(mine.cell, its.cell)
+        assert torch.equal(mine["cell"], its["cell"])
         assert torch.equal(best[:, : -(-7001 // PART)], best_of(logits))
         of_all = best[:33] if of_all is None else of_all
         assert torch.equal(best[:33], of_all)
@@ -283,7 +283,7 @@ def test_large_vocabularies_have_a_head_behind_clusters(vocabulary: int, apart: 
         right = exact.logits(exact.step(tokens, its, slots))
         assert got.shape == right.shape and got.dtype == torch.float32
         assert relative_error(got, right) < 0.02
-        assert relative_error(mine.cell, its.cell) < 0.02
+        assert relative_error(mine["cell"], its["cell"]) < 0.02
 
 
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:
@@ -313,7 +313,7 @@ def test_a_prompt_and_its_steps_agree() -> None:
     for at in range(30):
         logits = quick.step(tokens[at : at + 1], stepped, slots)
     assert relative_error(logits, quick.logits(hidden[-1:])) < 0.02
-    assert relative_error(stepped.cell, read.cell) < 0.02
+    assert relative_error(stepped["cell"], read["cell"]) < 0.02
 
 
 def test_a_graph_of_it_replays() -> None:

@@ -215,7 +215,7 @@ def test_no_lower_bound_is_one_of_zero() -> None:
 def test_lower_bounds_that_do_not_fit_are_told() -> None:
     pre, cu_seqlens, state, slots = ragged("hgrn")
     for bound in (torch.zeros(36), torch.zeros(37).double(), torch.zeros(1, 37)):
-        with pytest.raises(RuntimeError, match=r"lower_bound must be float32 \[channels\]"):
+        with pytest.raises(RuntimeError, match=r"lower_bound must be (float32|\[channels\])"):
             ops.hgrn_scan(pre.float(), cu_seqlens, state.float(), slots, bound)
     with pytest.raises(RuntimeError, match=r"lower_bound must be \[37\], got \[36\]"):
         ops.hgrn_scan_train(pre, cu_seqlens, None, torch.zeros(36))

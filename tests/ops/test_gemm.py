@@ -263,7 +263,10 @@ def test_opcheck() -> None:
         given = (x, squares, EPS, weight, bias, gelu, logits)
         check(operators.linear_map.default, given)
         check(operators.linear_map.default, (*given, True))
-    check(operators.linear_step.default, (x, squares, EPS, weight, bias, state, slots, False, True))
+    check(
+        operators.linear_step.default,
+        (x, squares, EPS, weight, bias, state, slots, "mingru", False, True),
+    )
     for norm in (bias[:channels], None):
         residual = on_gpu(exact(tokens, channels, seed=6))
         given = (x, weight[:channels], bias[:channels], residual, norm)

@@ -145,7 +145,7 @@ async def test_a_download_can_be_imported(service: Service) -> None:
         (lambda content: content[:-1], "snapshot"),
         (lambda content: content[:8], "header"),
         (lambda content: b"\xff" * 8 + content[8:], "header"),
-        (lambda content: content.replace(b'"minserve.state.2"', b'"minserve.state.9"'), "format"),
+        (lambda content: content.replace(b'"minserve.state.3"', b'"minserve.state.9"'), "format"),
         (lambda content: content.replace(b'"fingerprint":"fake"', b'"fingerprint":"fuke"'), "fuke"),
     ],
 )
