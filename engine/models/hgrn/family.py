@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from engine.config import DtypeName, ModelConfig, check, is_number
+from engine.config import ModelConfig, check, is_number
 from engine.errors import ConfigError
 from engine.models.family import Family, StoredTensor, WeightMap
 from engine.models.hgrn.config import HgrnConfig
@@ -19,6 +19,16 @@ _SERVED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("swish", "silu"),
     "elementwise_affine": (True, None),
     "quantization_config": (None,),
+}
+# HgrnConfig's fields that have another name in published files
+_PUBLISHED_NAMES = {
+    "d_model": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "inner": "expand_ratio",
+    "mlp_hidden": "intermediate_size",
+    "conv_kernel": "conv_size",
+    "lower_bounds": "use_lower_bound",
+    "tie_embeddings": "tie_word_embeddings",
 }
 
 
@@ -48,19 +58,27 @@ class HgrnFamily(Family):
                 param="share_conv_kernel",
             )
         width = values.get("hidden_size", 2048)
-        return HgrnConfig(
-            vocab_size=values.get("vocab_size", 32000),
-            d_model=width,
-            n_layers=values.get("num_hidden_layers", 24),
-            inner=int(width * _number(values, "expand_ratio", 1)),
-            mlp_hidden=_mlp_hidden(values, width),
-            conv_kernel=values.get("conv_size", 4) if convolved else 0,
-            lower_bounds=values.get("use_lower_bound", True),
-            norm_eps=values.get("norm_eps", values.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=values.get("tie_word_embeddings", False),
-            eos_token_id=values.get("eos_token_id", 2),
-            dtype=cast("DtypeName", values.get("dtype") or values.get("torch_dtype") or "float32"),
-        )
+        check(isinstance(width, int) and width > 0, "hidden_size", width, "an integer above 0")
+        try:
+            return HgrnConfig(
+                vocab_size=values.get("vocab_size", 32000),
+                d_model=width,
+                n_layers=values.get("num_hidden_layers", 24),
+                inner=int(width * _number(values, "expand_ratio", 1)),
+                mlp_hidden=_mlp_hidden(values, width),
+                conv_kernel=values.get("conv_size", 4) if convolved else 0,
+                lower_bounds=values.get("use_lower_bound", True),
+                norm_eps=values.get("norm_eps", values.get("rms_norm_eps", 1e-6)),
+                tie_embeddings=values.get("tie_word_embeddings", False),
+                eos_token_id=values.get("eos_token_id", 2),
+                dtype=values.get("dtype") or values.get("torch_dtype") or "float32",
+            )
+        except ConfigError as error:
+            theirs = _PUBLISHED_NAMES.get(error.param or "")
+            if theirs is None:
+                raise
+            message = error.message.replace(str(error.param), theirs, 1)
+            raise ConfigError(message, param=theirs) from error
 
     def published_weights(
         self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
