@@ -175,7 +175,7 @@ def test_serve_does_not_start_open_for_a_slip_in_a_name(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--cell", "gru"], "mingru"),
+        (["--cell", "gru"], "hgrn"),
         (["--dropout", "1"], "dropout"),
         (["--learning-rate", "nan"], "learning_rate"),
         (["--d-model", "0"], "d_model"),

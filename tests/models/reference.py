@@ -39,6 +39,10 @@ def logits(config: MinRnnConfig, weights: dict[str, Tensor], tokens: Tensor) -> 
     for layer in range(config.n_layers):
         initial = w.get(f"layers.{layer}.cell.initial")
         hidden.append(torch.zeros(config.inner).double() if initial is None else g(initial))
+    lower_bounds = torch.zeros(config.n_layers, config.inner).double()
+    if "lower_bounds" in w:
+        shares = torch.exp(w["lower_bounds"]) / torch.exp(w["lower_bounds"]).sum(0)
+        lower_bounds = torch.stack([shares[1 : n + 1].sum(0) for n in range(config.n_layers)])
     past = [[torch.zeros(config.d_model).double()] * config.conv_kernel for _ in hidden]
     rows = []
     for token in tokens.tolist():
@@ -55,13 +59,19 @@ def logits(config: MinRnnConfig, weights: dict[str, Tensor], tokens: Tensor) -> 
             candidate = pre[-1] if config.candidate == "linear" else g(pre[-1])
             if config.cell == "mingru":
                 forget, take = 1 - sigmoid(pre[0]), sigmoid(pre[0])
+            elif config.cell == "hgrn":
+                forget = lower_bounds[layer] + (1 - lower_bounds[layer]) * sigmoid(pre[1])
+                take, candidate = 1 - forget, pre[0] * sigmoid(pre[0])
             else:
                 forget, take = sigmoid(pre[0]), sigmoid(pre[1])
                 if config.normalize_gates:
                     forget, take = forget / (forget + take), take / (forget + take)
             hidden[layer] = forget * hidden[layer] + take * candidate
-            out = f"{at}.cell.out"
-            x = x + (linear(hidden[layer], out) if config.out_projection else hidden[layer])
+            y = hidden[layer]
+            if config.cell == "hgrn":
+                y = rms_norm(y, w[f"{at}.cell.norm.weight"], config.norm_eps)
+                y = y * pre[2] * sigmoid(pre[2])
+            x = x + (linear(y, f"{at}.cell.out") if config.out_projection else y)
             if config.mlp_ratio:
                 y = rms_norm(x, w[f"{at}.mlp.norm.weight"], config.norm_eps)
                 x = x + linear(gelu(linear(y, f"{at}.mlp.up")), f"{at}.mlp.down")

@@ -95,7 +95,7 @@ def test_a_prompt_split_anywhere_is_the_whole(options: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 def test_a_long_prompt_in_chunks_is_the_whole(cell: str, device: str) -> None:
     model = build({"cell": cell, "conv_kernel": 4}, device)
     tokens = random_tokens(model, 3 * SCAN_CHUNK + 50)
@@ -170,7 +170,7 @@ def test_new_state_is_the_initial_state(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 def test_sixteen_bit_weights(cell: str, dtype: torch.dtype, device: str) -> None:
     """The state and the logits stay fp32, and the logits are near those of the same weights in
     fp32: a layer rounds its activations a few times to 2^-9 (bfloat16) or 2^-12 (float16)."""
@@ -214,7 +214,7 @@ def test_every_parameter_learns(options: dict[str, object], device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 def test_sixteen_bit_weights_have_gradients(cell: str, device: str) -> None:
     model = build({"cell": cell, "conv_kernel": 3}, device).to(torch.bfloat16)
     exact = build({"cell": cell, "conv_kernel": 3}, device)

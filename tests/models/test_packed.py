@@ -15,7 +15,7 @@ from engine.models.backends.cpu import CpuBackend, pack_matrix, supports
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
-from tests.models.variants import VARIANTS, build, config_of, int32, relative_error
+from tests.models.variants import KERNEL_VARIANTS, build, config_of, int32, relative_error
 
 FP32 = 1e-5
 BF16 = 3e-2  # products of bfloat16 activations, against float64 on the same weights
@@ -87,7 +87,7 @@ def wide(options: dict[str, object]) -> LM:
     return model
 
 
-@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("options", KERNEL_VARIANTS)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
 def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) -> None:
     model = build(options)

@@ -1,4 +1,4 @@
-"""The models that the tests go over: both cells, with each option on and off."""
+"""The models that the tests go over: every cell, with each option on and off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "no-mlp": {"mlp_ratio": 0.0, "conv_kernel": 3},
     "expansion-1": {"expansion": 1.0, "out_projection": False, "mlp_ratio": 1.5},
 }
-VARIANTS = [
+# those that every kernel computes
+KERNEL_VARIANTS = [
     pytest.param({"cell": cell, **options}, id=f"{cell}-{name}")
     for cell in ("mingru", "minlstm")
     for name, options in _OPTIONS.items()
@@ -31,6 +32,15 @@ VARIANTS = [
     pytest.param(
         {"cell": "minlstm", "normalize_gates": False, "conv_kernel": 3}, id="minlstm-own-gates"
     )
+]
+VARIANTS = [
+    *KERNEL_VARIANTS,
+    *(
+        pytest.param({"cell": "hgrn", **options}, id=f"hgrn-{name}")
+        for name, options in _OPTIONS.items()
+        if "candidate" not in options
+    ),
+    pytest.param({"cell": "hgrn", "lower_bounds": False}, id="hgrn-no-lower-bounds"),
 ]
 
 
@@ -46,7 +56,7 @@ def build(options: dict[str, object], device: str = "cpu", seed: int = 0) -> LM:
     model = LM(config_of(options)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "lower_bounds")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.to(device)
 

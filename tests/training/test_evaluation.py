@@ -54,7 +54,7 @@ def test_windows_predict_every_token_but_the_first_once(tokens: int) -> None:
     assert all(inputs.shape[0] <= 2 and inputs.shape[1] <= 8 for inputs, _ in seen)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 @pytest.mark.parametrize("tokens", [17, 29])
 def test_windows_loss_is_that_of_each_window_read_from_the_initial_state(
     cell: CellName, tokens: int
@@ -70,7 +70,7 @@ def test_windows_loss_is_that_of_each_window_read_from_the_initial_state(
     assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 @pytest.mark.parametrize(("conv_kernel", "learned"), [(0, False), (4, False), (2, True)])
 def test_carried_loss_is_that_of_stepping_through_the_text(
     cell: CellName, conv_kernel: int, learned: bool, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,7 @@ def outcome(trainer: Trainer) -> tuple[list[tuple[int, float, float]], list[torc
     return points, [parameter.detach() for parameter in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 def test_the_losses_go_down_and_the_best_evaluation_is_kept(
     make_trainer: MakeTrainer, cell: CellName
 ) -> None:
@@ -55,7 +55,7 @@ def test_the_last_step_is_evaluated_also_out_of_turn(make_trainer: MakeTrainer) 
     assert [p.step for p in trainer.curve.points()] == [8, 10]
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 @pytest.mark.parametrize("at", [8, 13])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_trainer: MakeTrainer, cell: CellName, at: int

@@ -35,6 +35,7 @@ SLOTS = 12
 MODELS = {
     "mingru": {"cell": "mingru", "conv_kernel": 0},
     "minlstm conv": {"cell": "minlstm", "conv_kernel": 4, "learned_initial_state": True},
+    "hgrn": {"cell": "hgrn", "conv_kernel": 3},
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
