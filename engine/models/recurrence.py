@@ -16,6 +16,9 @@ from torch import Tensor
 
 from engine.models.program import Recurrence
 from engine.ops import (
+    hgrn_scan,
+    hgrn_scan_train,
+    hgrn_step,
     mingru_scan,
     mingru_scan_train,
     mingru_step,
@@ -23,7 +26,6 @@ from engine.ops import (
     minlstm_scan_train,
     minlstm_step,
 )
-from engine.ops.hgrn import hgrn_scan, hgrn_scan_train, hgrn_step
 
 
 class CellOperators(ABC):
