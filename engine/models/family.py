@@ -7,9 +7,12 @@ such models: their config.json and the names of their tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models.language_model import LanguageModel
@@ -32,10 +35,24 @@ class WeightMap:
             along the first dimension and then reshaped to the model's shape.
         ignored: names of stored tensors that hold nothing new, such as the head of a model whose
             head is the embedding. They may be there or not.
+        changes: for some tensors of the model, what is done to the values after they were
+            concatenated and before they are reshaped, such as another order of rows.
     """
 
     tensors: Mapping[str, Sequence[StoredTensor]]
     ignored: frozenset[str] = field(default_factory=frozenset)
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def value(self, name: str, shape: Sequence[int], read: Callable[[str], Tensor]) -> Tensor:
+        """Return a tensor of the model, contiguous; it may be a view of the stored one.
+
+        `shape` is the model's; `read` returns a stored tensor by its name.
+        """
+        parts = [read(part.name) for part in self.tensors[name]]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if name in self.changes:
+            tensor = self.changes[name](tensor)
+        return tensor.reshape(*shape).contiguous()
 
 
 class Family(ABC):
@@ -46,6 +63,8 @@ class Family(ABC):
     # `model_type` and `architectures` of the config.json files that other projects write
     model_types: ClassVar[frozenset[str]] = frozenset()
     architectures: ClassVar[frozenset[str]] = frozenset()
+    # `architectures` that are named like the family's and are not served, each with the reason
+    refused: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def build(self, config: ModelConfig) -> LanguageModel:
@@ -57,9 +76,19 @@ class Family(ABC):
     def published_config(self, values: Mapping[str, Any]) -> ModelConfig:
         """Read a published config.json, as parsed.
 
-        Raises ConfigError, which names the field, for a model that the family does not compute.
+        The loader reads `eos_token_id` and the type of the weights itself. Raises ConfigError,
+        which names the field, for a model that the family does not compute.
         """
         raise NotImplementedError
+
+    def config_with_shapes(
+        self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
+    ) -> ModelConfig:
+        """Return a published config, completed by what only the stored tensors' shapes tell.
+
+        Raises CheckpointError if the two contradict each other.
+        """
+        return config
 
     def published_weights(
         self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]

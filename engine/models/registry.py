@@ -52,10 +52,16 @@ def published_family(values: Mapping[str, Any]) -> Family:
     Raises ConfigError, which lists the known architectures, if there is none.
     """
     architectures = values.get("architectures")
-    named = set(architectures) if isinstance(architectures, list) else set()
+    listed = architectures if isinstance(architectures, list) else []
+    named = {name for name in listed if isinstance(name, str)}
     for family in FAMILIES:
+        for name in sorted(named & family.refused.keys()):
+            raise ConfigError(
+                f"architectures is {architectures!r}, which is not served: {family.refused[name]}",
+                param="architectures",
+            )
         if named & family.architectures or (
-            not named and values.get("model_type") in family.model_types
+            not named and values.get("model_type") in tuple(family.model_types)
         ):
             return family
     known = sorted(name for family in FAMILIES for name in family.architectures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError
@@ -18,16 +19,25 @@ _NESTED_UNDER = ("model", "state_dict", "model_state_dict")
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
+def read_state_dict(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
     """Return tensors by name, on the CPU.
+
+    `mapped`: map a file of torch.save into memory instead of reading it, if its format allows that
+    (torch 1.6 and later). The tensors are then views of the file.
 
     Raises CheckpointError; its message does not contain the path.
     """
     if not path.is_file():
         raise CheckpointError("no such file")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    if path.suffix == ".safetensors":
+        content = _read_safetensors(path)
+    else:
+        content = _read_torch(path, mapped and is_zipfile(path))
     if isinstance(content, dict) and not _is_state_dict(content):
         content = next((content[name] for name in _NESTED_UNDER if name in content), content)
+    if isinstance(content, dict) and any(map(_is_weight, content.items())):
+        # Some scripts store a model's configuration among its weights.
+        content = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     if not (isinstance(content, dict) and _is_state_dict(content)):
         held = list(content)[:5] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
@@ -41,6 +51,11 @@ def _is_state_dict(content: dict[object, object]) -> bool:
     return bool(content) and all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     )
+
+
+def _is_weight(item: tuple[object, object]) -> bool:
+    name, value = item
+    return isinstance(name, str) and name.endswith(".weight") and isinstance(value, Tensor)
 
 
 def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -59,16 +74,18 @@ def _read_safetensors(path: Path) -> object:
         ) from error
 
 
-def _read_torch(path: Path) -> object:
+def _read_torch(path: Path, mapped: bool) -> object:
     try:
-        content: object = torch.load(path, map_location="cpu", weights_only=True)
+        content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # a damaged pickle can fail in any way
         # For example in checkpoints of BorealisAI/minRNNs' training script (attrdict's AttrDict).
         if match := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise CheckpointError(
                 f"contains Python objects besides tensors ({match[1]}), which are never unpickled;"
-                " if you trust the file, save only its weights:"
-                " torch.save(dict(checkpoint['model']), 'weights.pt')"
+                " if you trust the file, save only its weights. If it is a module:"
+                f" torch.save(torch.load({path.name!r}, weights_only=False).state_dict(),"
+                " 'weights.pth'); if it is a checkpoint: torch.save(dict(checkpoint['model']),"
+                " 'weights.pth')"
             ) from error
         raise CheckpointError(
             "damaged, or neither a safetensors file nor a file written by torch.save"

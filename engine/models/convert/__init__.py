@@ -30,7 +30,7 @@ from engine.models.loader import (
     save_model,
     with_generation_config,
 )
-from engine.models.minrnn.minlm import from_state_dict
+from engine.models.minrnn.minlm import layout
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
 
@@ -105,11 +105,16 @@ def _read(source: Path) -> tuple[LanguageModel, ModelConfig]:
     if has_file(source):
         read_through(source)
     try:
-        config, weights = from_state_dict(read_state_dict(source))
+        stored = read_state_dict(source)
+        config, weight_map = layout(stored)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{source}: {error.message}") from error
     with torch.device("meta"):
         model = registry.build(config)
+    weights = {
+        name: weight_map.value(name, tensor.shape, stored.__getitem__)
+        for name, tensor in model.state_dict().items()
+    }
     model.load_state_dict(weights, assign=True)
     return model, config
 

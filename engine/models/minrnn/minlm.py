@@ -1,4 +1,4 @@
-"""Converts state dicts of minGRU-pytorch's `minLM` and its descendant, BorealisAI/minRNNs' `Model`.
+"""Layouts of minGRU-pytorch's `minLM` and its descendant, BorealisAI/minRNNs' `Model`.
 
 Both stack [conv, norm, cell, norm, feed-forward] under `layers.<i>.<0 to 4>`. They differ in:
 
@@ -19,6 +19,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from engine.config import DtypeName
 from engine.errors import CheckpointError
+from engine.models.family import StoredTensor, WeightMap
 from engine.models.minrnn.config import MinRnnConfig
 
 SUPPORTED = (
@@ -42,8 +46,10 @@ _DTYPES: dict[torch.dtype, DtypeName] = {
 }
 
 
-def from_state_dict(weights: dict[str, Tensor]) -> tuple[MinRnnConfig, dict[str, Tensor]]:
-    """Return the config that names and shapes show, and the weights under this project's names.
+def layout(weights: Mapping[str, Tensor]) -> tuple[MinRnnConfig, WeightMap]:
+    """Return the config that names and shapes show, and where the model's tensors are.
+
+    The values of `weights` are not looked at, so they may be on the meta device.
 
     Raises CheckpointError, naming the first tensor that is missing, unknown or of a shape that
     contradicts the others; ConfigError for shapes that no model here can have.
@@ -54,7 +60,8 @@ def from_state_dict(weights: dict[str, Tensor]) -> tuple[MinRnnConfig, dict[str,
     embedding = source.take("token_emb.weight", None, None)
     vocab, width = embedding.shape
     layers = [_layer(source, f"layers.{index}", width) for index in range(source.layers())]
-    norm_eps = _norm_eps(source, "norm", embedding.dtype)
+    dtype = weights[embedding.stored].dtype
+    norm_eps = _norm_eps(source, "norm", dtype)
     norm = _norm(source, "norm", width)
     head_weight = source.take(head, vocab, width)
     source.finish()
@@ -64,25 +71,42 @@ def from_state_dict(weights: dict[str, Tensor]) -> tuple[MinRnnConfig, dict[str,
         d_model=width,
         n_layers=len(layers),
         norm_eps=norm_eps,
-        dtype=_DTYPES[embedding.dtype],
+        dtype=_DTYPES[dtype],
         **_layer_config(layers[0], width),
     )
-    renamed = {"embedding.weight": embedding, "norm.weight": norm, "head.weight": head_weight}
+    taken = {"embedding.weight": embedding, "norm.weight": norm, "head.weight": head_weight}
     for index, layer in enumerate(layers):
-        renamed |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
-    return config, renamed
+        taken |= {f"layers.{index}.{name}": tensor for name, tensor in layer.items()}
+    return config, WeightMap(
+        {name: (StoredTensor(one.stored, one.stored_shape),) for name, one in taken.items()},
+        changes={name: one.change for name, one in taken.items() if one.change is not None},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A tensor of the model: the stored one of which it is made, and its own shape."""
+
+    stored: str
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    change: Callable[[Tensor], Tensor] | None = None
+
+    def of_shape(self, *shape: int) -> _Taken:
+        """Return it reshaped."""
+        return replace(self, shape=shape)
 
 
 class _Source:
     """A state dict from which tensors are taken; tensors left at the end are unknown."""
 
-    def __init__(self, weights: dict[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._left = dict(weights)
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
-    def take(self, name: str, *shape: int | None) -> Tensor:
+    def take(self, name: str, *shape: int | None) -> _Taken:
         """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
         if name not in self._left:
             raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
@@ -97,7 +121,8 @@ class _Source:
                 f"tensor {name!r} has shape {list(tensor.shape)}, but the other tensors require"
                 f" [{wanted}]; {SUPPORTED}"
             )
-        return tensor
+        size = tuple(tensor.shape)
+        return _Taken(name, size, size)
 
     def layers(self) -> int:
         """Return the number of layers, from the tensors' names."""
@@ -118,13 +143,15 @@ class _Source:
 
     def finish(self) -> None:
         """Raise CheckpointError if tensors are left."""
-        for name, tensor in self._left.items():
+        if self._left:
+            named = [f"{name!r} {list(tensor.shape)}" for name, tensor in self._left.items()]
+            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
             raise CheckpointError(
-                f"tensor {name!r} {list(tensor.shape)} is not part of a known layout; {SUPPORTED}"
+                f"tensor {', '.join(named[:3])}{more} is not part of a known layout; {SUPPORTED}"
             )
 
 
-def _refuse_other_models(weights: dict[str, Tensor]) -> None:
+def _refuse_other_models(weights: Mapping[str, Tensor]) -> None:
     for name in weights:
         if name.endswith("running_mean"):
             raise CheckpointError(
@@ -136,16 +163,16 @@ def _refuse_other_models(weights: dict[str, Tensor]) -> None:
             )
 
 
-def _layer(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
+def _layer(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     """Return one layer's tensors under this project's names."""
     layer = {"cell_norm.weight": _norm(source, f"{prefix}.1", width)}
     conv = source.modules(f"{prefix}.0")
     if conv:
         depthwise, pointwise = _two(conv, f"{prefix}.0", "depthwise, pointwise convolution")
-        layer["conv.weight"] = source.take(f"{depthwise}.weight", width, 1, None).squeeze(1)
-        layer["conv.pointwise.weight"] = source.take(
-            f"{pointwise}.weight", width, width, 1
-        ).squeeze(2)
+        taps = source.take(f"{depthwise}.weight", width, 1, None)
+        layer["conv.weight"] = taps.of_shape(width, taps.shape[2])
+        mix = source.take(f"{pointwise}.weight", width, width, 1)
+        layer["conv.pointwise.weight"] = mix.of_shape(width, width)
         _take_bias(source, depthwise, width, layer, "conv.bias")
         _take_bias(source, pointwise, width, layer, "conv.pointwise.bias")
     layer |= _cell(source, f"{prefix}.2", width)
@@ -162,11 +189,11 @@ def _layer(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
     return layer
 
 
-def _cell(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
+def _cell(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     names = [f"{prefix}.{name}" for name in _PROJECTIONS]
     projection = next((name for name in names if f"{name}.weight" in source), names[0])
     fused = source.take(f"{projection}.weight", None, width)
-    cell: dict[str, Tensor] = {}
+    cell: dict[str, _Taken] = {}
     inner = width
     # Only a minLM of expansion 1 has no out projection. Its minLSTM has a projection name of its
     # own, so three times the width under the shared name is a minGRU without its to_out.
@@ -181,10 +208,11 @@ def _cell(source: _Source, prefix: str, width: int) -> dict[str, Tensor]:
             f"tensor '{projection}.weight' has {fused.shape[0]} rows; with {inner} channels it must"
             f" have {' or '.join(str(count * inner) for count in gates)}"
         )
-    cell["gates.weight"] = _candidate_last(fused, inner)
+    candidate_last = partial(_candidate_last, inner=inner)
+    cell["gates.weight"] = replace(fused, change=candidate_last)
     _take_bias(source, projection, fused.shape[0], cell, "gates.bias")
     if "gates.bias" in cell:
-        cell["gates.bias"] = _candidate_last(cell["gates.bias"], inner)
+        cell["gates.bias"] = replace(cell["gates.bias"], change=candidate_last)
     if f"{prefix}.init_hidden_state" in source:
         cell["initial"] = source.take(f"{prefix}.init_hidden_state", inner)
     return {f"cell.{name}": tensor for name, tensor in cell.items()}
@@ -204,21 +232,25 @@ def _two(modules: list[str], prefix: str, what: str) -> tuple[str, str]:
 
 
 def _take_bias(
-    source: _Source, module: str, size: int, target: dict[str, Tensor], name: str
+    source: _Source, module: str, size: int, target: dict[str, _Taken], name: str
 ) -> None:
     if f"{module}.bias" in source:
         target[name] = source.take(f"{module}.bias", size)
 
 
-def _norm(source: _Source, prefix: str, width: int) -> Tensor:
+def _norm(source: _Source, prefix: str, width: int) -> _Taken:
     """Return RMSNorm's factor.
 
     torch.nn.RMSNorm calls it weight. The RMSNorm of earlier minGRU-pytorch, from which
     BorealisAI/minRNNs descends, has a gamma and multiplies by gamma + 1.
     """
     if f"{prefix}.gamma" in source:
-        return source.take(f"{prefix}.gamma", width).float() + 1
+        return replace(source.take(f"{prefix}.gamma", width), change=_plus_one)
     return source.take(f"{prefix}.weight", width)
+
+
+def _plus_one(gamma: Tensor) -> Tensor:
+    return gamma.float() + 1
 
 
 def _norm_eps(source: _Source, prefix: str, dtype: torch.dtype) -> float:
@@ -230,7 +262,7 @@ def _norm_eps(source: _Source, prefix: str, dtype: torch.dtype) -> float:
     return 1e-12 if f"{prefix}.gamma" in source else float(torch.finfo(dtype).eps)
 
 
-def _refuse_unlike_layers(layers: list[dict[str, Tensor]]) -> None:
+def _refuse_unlike_layers(layers: list[dict[str, _Taken]]) -> None:
     shapes = [{name: list(tensor.shape) for name, tensor in layer.items()} for layer in layers]
     for index, layer in enumerate(shapes):
         if layer != shapes[0]:
@@ -241,7 +273,7 @@ def _refuse_unlike_layers(layers: list[dict[str, Tensor]]) -> None:
             )
 
 
-def _layer_config(layer: dict[str, Tensor], width: int) -> dict[str, Any]:
+def _layer_config(layer: dict[str, _Taken], width: int) -> dict[str, Any]:
     """Return the fields of MinRnnConfig that one layer shows."""
     rows = layer["cell.gates.weight"].shape[0]
     inner = layer["cell.out.weight"].shape[1] if "cell.out.weight" in layer else width
