@@ -1,9 +1,9 @@
-"""Reads and writes checkpoints: folders with config.json, model.safetensors and tokenizer.json.
+"""Reads and writes model folders: config.json, weights files and a tokenizer.
 
-Weights may be split over several files with a model.safetensors.index.json, as Hugging Face does.
-Nothing in a checkpoint is trusted: names, shapes and dtypes are compared with config.json before
-any weight is read, and nothing is ever unpickled. A file that cannot be read raises a
-CheckpointError with its path and the reason, never an OSError.
+A folder is in minserve's form, or in that of another project whose models a family computes
+(engine/models/published.py). Nothing in a folder is trusted: names, shapes and dtypes are compared
+with config.json before any weight is read, and no object but tensors is ever unpickled. A file that
+cannot be read raises a CheckpointError with its path and the reason, never an OSError.
 
 The matrices of a quantised checkpoint (`quantization` in config.json) are int8 or fp8 tensors, each
 with an fp32 `scale` beside its `weight`. They are bitwise equal to those of quantisation at load.
@@ -17,48 +17,58 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.config import DtypeName, ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
-from engine.model_files import has_file, has_folder, mode_of, read_through, unreadable
-from engine.models import registry
+from engine.model_files import has_file, has_folder, mode_of, unreadable
+from engine.models import published, registry
 from engine.models.language_model import LanguageModel
 from engine.models.quantize import NotFiniteError, all_finite
 from engine.models.quantized import quantize_weights, quantized_matrices
+from engine.models.weight_files import (
+    STORED_AS,
+    TORCH_SUFFIXES,
+    TORCH_WEIGHTS,
+    TORCH_WEIGHTS_INDEX,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    Stored,
+    compare,
+    open_weights,
+    weight_files,
+)
+from engine.sentencepiece_model import ADDED_TOKENS
+from engine.tokenizer_files import SENTENCEPIECE, TOKENIZER
 
 BUNDLED = Path(__file__).parents[1] / "checkpoints"
 CONFIG = "config.json"
 # The eos_token_id in it takes precedence over config.json's.
 GENERATION_CONFIG = "generation_config.json"
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
 # A chat template and the files that it refers to, if there are any.
 CHAT = (
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+# What is fetched from the hub, until a folder has weights: safetensors alone where a repo has both.
+_FETCHED = (
+    (
+        CONFIG, GENERATION_CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER, SENTENCEPIECE,
+        ADDED_TOKENS, *CHAT,
+    ),
+    (TORCH_WEIGHTS, TORCH_WEIGHTS_INDEX, "pytorch_model-*.bin"),
+    tuple(f"*{suffix}" for suffix in TORCH_SUFFIXES),
 )  # fmt: skip
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-}
-# safetensors' names of types.
-_STORED_AS: dict[torch.dtype, str] = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
 }
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -98,24 +108,24 @@ def _fetch(repo: str) -> Path:
     try:
         # Every error of the hub's client, and of the connection below it, is an OSError or a
         # ValueError (huggingface_hub.errors).
-        path = snapshot_download(
-            repo,
-            allow_patterns=[
-                CONFIG,
-                GENERATION_CONFIG,
-                "*.safetensors",
-                WEIGHTS_INDEX,
-                TOKENIZER,
-                *CHAT,
-            ],
-        )
+        for patterns in _FETCHED:
+            path = Path(snapshot_download(repo, allow_patterns=list(patterns)))
+            if _has_weights(path):
+                break
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"no folder {repo!r} here, and downloading that repo from Hugging Face failed: {reason}"
             f" (bundled models: {', '.join(bundled_names()) or 'none'})"
         ) from error
-    return Path(path)
+    return path
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except CheckpointError:
+        return False
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -133,7 +143,27 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Read a config.json. Raises ConfigError; its message begins with the path."""
+    """Read a config.json, and what it leaves open from the weights beside it.
+
+    Raises ConfigError, whose message begins with the path; CheckpointError for weights of a
+    published folder that cannot be read.
+    """
+    values = _read_values(path)
+    try:
+        if registry.is_own(values):
+            return registry.config_from_dict(values)
+        return published.read_config(path.parent, values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", param=error.param) from error
+
+
+def is_published(folder: Path) -> bool:
+    """Return whether a folder is in another project's form. Raises ConfigError."""
+    return not registry.is_own(_read_values(folder / CONFIG))
+
+
+def _read_values(path: Path) -> Mapping[str, Any]:
+    """Return the object in a config.json. Raises ConfigError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -142,10 +172,7 @@ def read_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must contain a JSON object")
-    try:
-        return registry.config_from_dict(values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}", param=error.param) from error
+    return values
 
 
 def with_generation_config(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -187,7 +214,7 @@ def load_model(
     Args:
         folder: the checkpoint.
         device: where to put the weights.
-        dtype: type of the weights that are not quantised; None: as stored.
+        dtype: type of the weights that are not quantised; None: that of the config.
         quantize: quantize the stored weights, whatever `dtype` is; the returned config says so.
             None: leave them as they are, quantised or not.
         known_readable: every byte of the files has just been read (`fingerprint`), so this need not
@@ -200,18 +227,17 @@ def load_model(
             `quantize`.
     """
     config = load_config(folder)
-    expected = _expected(config)
     target = quantized_config(config, quantize, folder)
     with torch.device("meta"):
-        model = registry.build(target)
+        stored_model, model = registry.build(config), registry.build(target)
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
-    with ExitStack() as stack:
-        stored = _open_weights(folder, stack, known_readable)
-        _check_weights(folder, expected, stored)
+    with open_weights(folder, known_readable=known_readable) as stored:
         # One tensor at a time, so that the unquantised ones are never in memory together.
-        tensors: Iterator[tuple[str, Tensor]] = (
-            (name, stored[name].get_tensor(name).to(device)) for name in expected
-        )
+        if is_published(folder):
+            read = published.read_weights(folder, stored_model, stored)
+        else:
+            read = _read_own(folder, stored_model, stored)
+        tensors: Iterator[tuple[str, Tensor]] = ((name, tensor.to(device)) for name, tensor in read)
         if quantize is not None and config.quantization is None:
             tensors = quantize_weights(tensors, quantized_matrices(model), quantize)
         try:
@@ -296,7 +322,7 @@ def fingerprint(folder: Path) -> str:
     CheckpointError for files that are missing or cannot be read.
     """
     total = hashlib.sha256()
-    for path in [folder / CONFIG, *_weight_files(folder)]:
+    for path in [folder / CONFIG, *weight_files(folder)]:
         try:
             with path.open("rb") as file:
                 part = hashlib.file_digest(file, "sha256")
@@ -304,49 +330,6 @@ def fingerprint(folder: Path) -> str:
             raise unreadable(path, error) from error
         total.update(f"{path.name} {part.hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / WEIGHTS_INDEX
-    if not has_file(index):
-        names = [WEIGHTS]
-    else:
-        try:
-            values = json.loads(index.read_text(encoding="utf-8"))
-            names = sorted(set(values["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: has no readable weight_map") from error
-        except OSError as error:
-            raise unreadable(index, error) from error
-        for name in names:
-            # A name with a folder in it could refer to any file of this machine.
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
-    for name in names:
-        if not has_file(folder / name):
-            raise CheckpointError(f"{folder}: {name} is missing")
-    return [folder / name for name in names]
-
-
-def _open_weights(folder: Path, stack: ExitStack, known_readable: bool) -> dict[str, Any]:
-    """Return the open file that contains each tensor, by the tensor's name."""
-    stored: dict[str, Any] = {}
-    for path in _weight_files(folder):
-        if not known_readable:
-            read_through(path)
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-        except OSError as error:
-            raise unreadable(path, error) from error
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path}: damaged or incomplete, not a whole safetensors file ({error})"
-            ) from error
-        for name in file.keys():  # noqa: SIM118 (the file is not a mapping)
-            if name in stored:
-                raise CheckpointError(f"{path}: tensor {name!r} is also in another file")
-            stored[name] = file
-    return stored
 
 
 def _dtypes(model: LanguageModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -361,40 +344,14 @@ def _dtypes(model: LanguageModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     }
 
 
-def _expected(config: ModelConfig) -> dict[str, tuple[list[int], str]]:
-    """Return the shape and safetensors' type name of every tensor that the config describes."""
-    with torch.device("meta"):
-        model = registry.build(config)
-    dtypes = _dtypes(model, DTYPES[config.dtype])
-    return {
-        name: (list(tensor.shape), _STORED_AS[dtypes[name]])
+def _read_own(
+    folder: Path, model: LanguageModel, stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Tensor]]:
+    """Compare the tensors of a folder in minserve's form with the model, then yield them."""
+    dtypes = _dtypes(model, DTYPES[model.config.dtype])
+    expected = {
+        name: (tuple(tensor.shape), (STORED_AS[dtypes[name]],))
         for name, tensor in model.state_dict().items()
     }
-
-
-def _check_weights(
-    folder: Path, expected: dict[str, tuple[list[int], str]], stored: dict[str, Any]
-) -> None:
-    wrong = list(_contradictions(expected, stored))
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise CheckpointError(
-            f"{folder}: the weights contradict {CONFIG}: {'; '.join(wrong[:3])}{more}"
-        )
-
-
-def _contradictions(
-    expected: dict[str, tuple[list[int], str]], stored: dict[str, Any]
-) -> Iterator[str]:
-    for name, (shape, dtype) in expected.items():
-        if name not in stored:
-            yield f"tensor {name!r} {shape} is missing"
-            continue
-        tensor = stored[name].get_slice(name)
-        if tensor.get_shape() != shape:
-            yield f"tensor {name!r} has shape {tensor.get_shape()}, {CONFIG} requires {shape}"
-        elif tensor.get_dtype() != dtype:
-            yield f"tensor {name!r} is stored as {tensor.get_dtype()}, {CONFIG} requires {dtype}"
-    for name in stored:
-        if name not in expected:
-            yield f"tensor {name!r} is unexpected"
+    compare(folder, expected, stored)
+    return ((name, stored[name].read()) for name in expected)

@@ -17,7 +17,7 @@ and plain values is unpickled. Both formats are mapped into memory, not read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS = "pytorch_model.bin"
 TORCH_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
 TORCH_SUFFIXES = (".pth", ".pt")
+MOST_NAMED = 3  # tensors in one error message
 
 # safetensors' names of types
 STORED_AS: dict[torch.dtype, str] = {
@@ -158,3 +159,53 @@ def _torch(path: Path) -> Iterator[tuple[str, Stored]]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def compare(
+    folder: Path,
+    expected: Mapping[str, tuple[Collection[int], Collection[str]]],
+    stored: Mapping[str, Stored],
+    ignored: Collection[str] = (),
+) -> None:
+    """Compare stored tensors with the ones that a model has.
+
+    Args:
+        folder: the model folder, for messages.
+        expected: by name, the shape and the allowed types (safetensors' names).
+        stored: the stored tensors.
+        ignored: names of tensors that may be stored as well.
+
+    Raises:
+        CheckpointError: it names up to MOST_NAMED tensors that are missing, surplus or wrong.
+    """
+    wrong = list(_contradictions(expected, stored, ignored))
+    if wrong:
+        more = f" (and {len(wrong) - MOST_NAMED} more)" if len(wrong) > MOST_NAMED else ""
+        raise CheckpointError(
+            f"{folder}: the weights contradict config.json: {'; '.join(wrong[:MOST_NAMED])}{more}"
+        )
+
+
+def _contradictions(
+    expected: Mapping[str, tuple[Collection[int], Collection[str]]],
+    stored: Mapping[str, Stored],
+    ignored: Collection[str],
+) -> Iterator[str]:
+    for name, (shape, dtypes) in expected.items():
+        if name not in stored:
+            yield f"tensor {name!r} {list(shape)} is missing"
+            continue
+        tensor = stored[name]
+        if tensor.shape != tuple(shape):
+            yield (
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json requires"
+                f" {list(shape)}"
+            )
+        elif tensor.dtype not in dtypes:
+            yield (
+                f"tensor {name!r} is stored as {tensor.dtype}, config.json requires"
+                f" {' or '.join(dtypes)}"
+            )
+    for name in stored:
+        if name not in expected and name not in ignored:
+            yield f"tensor {name!r} is unexpected"

@@ -16,9 +16,10 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.errors import InvalidRequest
+from engine.errors import CheckpointError, InvalidRequest
 from engine.protocol.sampling_params import Grammar
 from engine.structured_output.schema_checks import can_spell, dead_end, has_all_bytes, prepared
+from engine.tokenizer_files import read_tokenizer
 from engine.tokenizer_layout import mid_sentence
 
 if TYPE_CHECKING:
@@ -52,18 +53,23 @@ class TextTokens(NamedTuple):
 
 
 def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
-    """Read a model's tokenizer.json.
+    """Read a model's tokenizer.
 
     Raises InvalidRequest, which says why grammars cannot be used with this model.
     """
     from llguidance import LLTokenizer
 
     try:
-        layout = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        read = read_tokenizer(folder)
+        layout = None if read is None else json.loads(read.text)
+    except (CheckpointError, ValueError) as error:
+        raise InvalidRequest(
+            f"the model's tokenizer cannot be read, so grammars cannot be matched: {error}"
+        ) from error
+    if layout is None:
         raise InvalidRequest(
             "the model has no tokenizer.json, so grammars cannot be matched against its text"
-        ) from error
+        )
     try:
         # The text to match continues the prompt, so no space may be put before it.
         layout = mid_sentence(layout) or layout

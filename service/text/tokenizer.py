@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.model_files import has_file, unreadable
+from engine.tokenizer_files import read_tokenizer
 from engine.tokenizer_layout import hide_special_names, mid_sentence
 from service.text.cuts import places
 from service.text.detokenizer import (
@@ -42,7 +42,7 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json.
+    """A checkpoint's tokenizer.
 
     Special tokens that are spelled out in a text are encoded as plain text, except with
     `parse_special` and in rendered chat templates.
@@ -82,18 +82,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer | None:
-        """Read the tokenizer.json of a folder; return None if there is none.
+        """Read the tokenizer.json or tokenizer.model of a folder; return None if there is none.
 
         Raises CheckpointError if it cannot be read, is broken, or has token ids beyond the model's
         `vocab_size`.
         """
-        path = folder / "tokenizer.json"
-        if not has_file(path):
+        read = read_tokenizer(folder)
+        if read is None:
             return None
+        path, text = read
         try:
-            tokenizer = cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise unreadable(path, error) from error
+            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
         largest = max(tokenizer._library.get_vocab().values(), default=0)

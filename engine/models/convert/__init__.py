@@ -23,16 +23,17 @@ from engine.models.language_model import LanguageModel
 from engine.models.loader import (
     CHAT,
     CONFIG,
-    TOKENIZER,
     load_model,
     quantize_model,
     quantized_config,
     save_model,
     with_generation_config,
 )
+from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.minlm import layout
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
+from engine.tokenizer_files import TOKENIZER, read_tokenizer, tokenizer_path
 
 __all__ = ["convert"]
 
@@ -49,17 +50,18 @@ def convert(
 ) -> ModelConfig:
     """Write the checkpoint folder `destination` from a state dict, and return its config.
 
-    A tokenizer.json beside the weights is copied. The end-of-text ids of a generation_config.json
-    there go into config.json. The keyword arguments replace what the weights show (None), and are
-    needed where the weights do not show it.
+    A tokenizer beside the weights comes along, as a tokenizer.json. The end-of-text ids of a
+    generation_config.json there go into config.json. The keyword arguments replace what the weights
+    show (None), and are needed where the weights do not show it.
 
     Args:
         source: a .safetensors file, a file written by torch.save (read with weights_only: nothing
-            else is unpickled), or a minserve checkpoint folder to convert.
+            else is unpickled), or a model folder, in minserve's form or a published one.
         destination: the folder to write; must not exist, or be empty.
         dtype: type of the stored weights.
-        normalize_gates: False for a minLSTM whose gates were not normalised.
-        norm_eps: the norms' epsilon, if it is not the default of the source project.
+        normalize_gates: False for a minLSTM whose gates were not normalised; for the family
+            minrnn only.
+        norm_eps: the norms' epsilon, if it is not the default of the source project; likewise.
         eos_token_id: end-of-text ids.
         quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
             bitwise equal to the source quantised at load.
@@ -76,6 +78,13 @@ def convert(
     folder = source if has_folder(source) else source.parent
     if folder != source and eos_token_id is None:
         config = with_generation_config(config, folder)
+    for name, value in (("normalize_gates", normalize_gates), ("norm_eps", norm_eps)):
+        if value is not None and config.family != MinRnnConfig.family:
+            raise ConfigError(
+                f"{name} is {value}; allowed: none for a {config.family} model, whose config.json"
+                " says it",
+                param=name,
+            )
     given: dict[str, Any] = {
         "dtype": dtype,
         "normalize_gates": normalize_gates,
@@ -124,9 +133,16 @@ def _write(destination: Path, model: LanguageModel, config: ModelConfig, source:
     try:
         partial.mkdir(parents=True)
         save_model(partial, model, config, config.dtype)
-        for name in (TOKENIZER, *CHAT):
+        for name in CHAT:
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
+        tokenizer = tokenizer_path(source)
+        if tokenizer is not None and tokenizer.name == TOKENIZER:
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        elif tokenizer is not None:
+            read = read_tokenizer(source)
+            assert read is not None
+            (partial / TOKENIZER).write_text(read.text, encoding="utf-8")
         partial.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination}: cannot be written: {error.strerror}") from error
