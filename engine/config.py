@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from engine.errors import ConfigError
-from engine.state_spec import StateSpec, bytes_of
+from engine.state_spec import StateSpec, bytes_of, hidden_bytes_of
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StateSync = Literal["write", "fsync"]
@@ -328,6 +328,6 @@ class EngineConfig:
         )
 
 
-def host_rows(config: EngineConfig, *, state_bytes: int, vocab_size: int) -> int:
-    """Return how many states, each with its logits, fit in the chosen `host_state_bytes`."""
-    return (config.host_state_bytes or 0) // (state_bytes + 4 * vocab_size)
+def host_rows(config: EngineConfig, *, state_bytes: int, d_model: int) -> int:
+    """Return how many states, each with a hidden state, fit in the chosen `host_state_bytes`."""
+    return (config.host_state_bytes or 0) // (state_bytes + hidden_bytes_of(d_model))

@@ -124,10 +124,8 @@ class Engine:
             CacheConfig(
                 device_rows=config.share_slots,
                 first_row=config.max_slots,
-                host_rows=host_rows(
-                    config, state_bytes=info.state_bytes, vocab_size=info.vocab_size
-                ),
-                layout=StateLayout(info.fingerprint, info.vocab_size, info.state),
+                host_rows=host_rows(config, state_bytes=info.state_bytes, d_model=info.d_model),
+                layout=StateLayout(info.fingerprint, info.vocab_size, info.state, info.d_model),
                 with_whole_chunks=config.deterministic,
                 ttl=config.state_ttl,
                 most_states=config.max_states,

@@ -141,7 +141,7 @@ class Sequence:
 
     @property
     def resumable(self) -> bool:
-        """Whether it may begin with the logits stored with a cached state of its whole prompt."""
+        """Whether it may begin with the hidden state of a cached state of its whole prompt."""
         return self.samples and not self.request.score and self.request.keep is None
 
     @property

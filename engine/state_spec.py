@@ -51,6 +51,14 @@ def bytes_of(specs: Iterable[StateSpec]) -> int:
     return sum(spec.bytes for spec in specs)
 
 
+def hidden_bytes_of(d_model: int) -> int:
+    """Return the bytes of a hidden state that is stored with a sequence's state.
+
+    It is fp32, which represents the values of every type of activations exactly.
+    """
+    return 4 * d_model
+
+
 def offsets_of(specs: Iterable[StateSpec]) -> Iterator[tuple[StateSpec, int, int]]:
     """Yield each tensor with its first and last (exclusive) byte in a packed state."""
     start = 0

@@ -51,14 +51,14 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
     source: int
     target: int
-    # For a copy after a step: the sequence whose last logits are stored with the state; -1: none.
-    # Copies between stored states take their logits along.
+    # For a copy after a step: the sequence whose last hidden state is stored with the state; -1:
+    # none. Copies between stored states take their hidden states along.
     key: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Writes a state from outside, packed as by `Store`, with or without logits, to a place."""
+    """Writes a state from outside to a place, packed as by `Store`, with a hidden state or not."""
 
     target: int
     state: bytes
@@ -66,15 +66,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Exports the state at a place to the host, as fp32 bytes.
+    """Exports the state at a place to the host.
 
-    The bytes are cell [layers, inner], then conv [layers, taps - 1, d_model], then, if `logits` is
-    set, the stored logits [vocab].
+    The bytes are the tensors of the model's StateSpecs, one after the other, then, if `hidden` is
+    set, the stored hidden state [d_model] as fp32.
     """
 
     ticket: int
     source: int
-    logits: bool = False
+    hidden: bool = False
 
 
 class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
@@ -88,7 +88,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, gc=False):
     targets: array[int] | None
     score_top: int
     sample: bool  # this chunk ends the prompt and a token is sampled after it
-    source: int | None = None  # place whose stored logits are used; then nothing is read
+    source: int | None = None  # place whose stored hidden state is used; then nothing is read
 
 
 class DecodeRow(msgspec.Struct, frozen=True, gc=False):

@@ -134,6 +134,7 @@ class MockRunner:
             vocab_size=VOCABULARY,
             eos_token_ids=(VOCABULARY - 1,),
             parameters=0,
+            d_model=1,
             state_bytes=STATE_BYTES,
             slots=slots,
             device="cpu",

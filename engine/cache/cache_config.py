@@ -30,5 +30,5 @@ class CacheConfig:
 
     @property
     def host_row_bytes(self) -> int:
-        """Bytes of one row of host memory: a state and its logits."""
-        return self.layout.bytes + 4 * self.layout.vocab_size
+        """Bytes of one row of host memory: a state, with room for a hidden state."""
+        return self.layout.bytes + self.layout.hidden_bytes

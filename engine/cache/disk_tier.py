@@ -114,14 +114,14 @@ class DiskTier:
         if self._file_store is None:
             return
         most = LENGTH_BYTES + MAX_HEADER_BYTES + state.position * ID_BYTES
-        most += self._layout.bytes + 4 * self._layout.vocab_size
+        most += prefix_file.most_state_bytes(self._layout)
         self._order.touch(state)
-        parse = partial(self._parse, state.has_logits)
+        parse = partial(self._parse, state.has_hidden)
         self._transfer.load_from(self._file_store, state, most, parse, self._delete)
 
-    def _parse(self, with_logits: bool, content: bytes) -> bytes:
+    def _parse(self, with_hidden: bool, content: bytes) -> bytes:
         found = prefix_file.parse(content, self._variant, self._layout)
-        if len(found) != self._layout.bytes + (4 * self._layout.vocab_size if with_logits else 0):
+        if len(found) != prefix_file.state_bytes(with_hidden, self._layout):
             raise StateMalformed("the file was replaced by another one")
         return found
 
@@ -139,7 +139,7 @@ class DiskTier:
             return False
         self._writing.add(state)
         then = partial(self._on_exported, file_store, state, scope)
-        self._transfer.export(state, then, state.has_logits)
+        self._transfer.export(state, then, state.has_hidden)
         return True
 
     def _on_exported(
@@ -149,7 +149,7 @@ class DiskTier:
         if content is None or node is None:
             self._writing.discard(state)
             return
-        head = Head(scope[0], scope[1], node.text(), state.has_logits, 0)
+        head = Head(scope[0], scope[1], node.text(), state.has_hidden, 0)
         name = self._name(head)
         self._tiers.add_file(state, name)
         write = partial(prefix_file.write, head, content, self._variant)
@@ -162,8 +162,8 @@ class DiskTier:
             self._tiers.remove_file(state, name)
         elif name in state.files:
             self._tiers.mark_written(state, name)
-            size = HEADER + state.position * ID_BYTES + self._layout.bytes
-            self._count(state, size + (4 * self._layout.vocab_size if state.has_logits else 0))
+            size = prefix_file.state_bytes(state.has_hidden, self._layout)
+            self._count(state, HEADER + state.position * ID_BYTES + size)
             self._trim()
 
     def _count(self, state: CachedState, size: int) -> None:
@@ -243,7 +243,7 @@ class DiskTier:
             self._delete(name)  # no engine can use it
             return
         read_tokens = len(head.text) // ID_BYTES
-        state = CachedState(read_tokens, head.owner, head.with_logits, files={name}, written={name})
+        state = CachedState(read_tokens, head.owner, head.with_hidden, files={name}, written={name})
         there = self._cache.restore((head.owner, head.salt, None), head.text, state)
         if there is state:
             self._count(state, head.bytes)

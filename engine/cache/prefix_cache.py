@@ -8,7 +8,8 @@ memory of the trees, are shared by all. Where they are short, the owner with the
 
 A state is stored
 
-- at the end of a prompt, with its logits: the same prompt again is not read at all;
+- at the end of a prompt, with the hidden state there, from which the logits are computed: the same
+  prompt again is not read at all;
 - at the end of an answer, as far as it was read;
 - where a prompt diverges from what is known, if that saves LEAST_GAIN tokens: ending a chunk there
   costs the prompt a step;
@@ -56,7 +57,8 @@ class CacheHit(msgspec.Struct, gc=False):
     """
 
     state: CachedState | None = None  # the state to start from; in a row
-    length: int = 0  # prompt tokens that `state` has read; if that is all, its logits are used too
+    # prompt tokens that `state` has read; if these are all, its hidden state is used, too
+    length: int = 0
     awaited: Node | None = None  # a longer prefix that another sequence is reading
     loading: CachedState | None = None  # a state whose file is being read
     marks: list[int] = []  # lengths in tokens at which states should be stored, ascending
@@ -119,7 +121,7 @@ class PrefixCache:
             value = node.value
             if value is not None and not value.has_row and sequence.loads >= MOST_LOADS:
                 value = None  # other requests have always taken its row before it was used
-            if value is not None and (node.length < length or value.has_logits):
+            if value is not None and (node.length < length or value.has_hidden):
                 hit.state, hit.length = value, node.length
             elif node.reader >= 0 and self._is_worth_it(node, hit, sequence):
                 hit.awaited = node
@@ -170,7 +172,7 @@ class PrefixCache:
         mine: dict[int, PendingEntry] = {}
         for mark in marks:
             node = tree.insert(sequence.text, mark)
-            if node.reader < 0 and (node.value is None or self._lacks_logits(node, sequence)):
+            if node.reader < 0 and (node.value is None or self._lacks_hidden(node, sequence)):
                 node.reader = sequence.key
                 mine[mark] = PendingEntry(node)
         if mine:
@@ -188,10 +190,10 @@ class PrefixCache:
         length = sequence.prompt_tokens
         return length < FEW_TOKENS and marks[0] == length
 
-    def _lacks_logits(self, node: Node, sequence: Sequence) -> bool:
+    def _lacks_hidden(self, node: Node, sequence: Sequence) -> bool:
         return (
             node.value is not None
-            and not node.value.has_logits
+            and not node.value.has_hidden
             and node.length == sequence.prompt_tokens
         )
 
@@ -209,8 +211,8 @@ class PrefixCache:
         entry = None if mine is None else mine.get(length)
         if entry is None:
             return None
-        with_logits = length == sequence.prompt_tokens and sequence.samples
-        state = CachedState(length, sequence.owner, with_logits)
+        with_hidden = length == sequence.prompt_tokens and sequence.samples
+        state = CachedState(length, sequence.owner, with_hidden)
         if not self._tiers.allocate(state, for_cache=True):
             return None
         entry.state = self._tiers.pin(state)

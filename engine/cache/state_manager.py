@@ -274,7 +274,7 @@ class StateCacheManager:
         """Add the copies that are due when the plan being made has read the text up to `length`."""
         state = self.cache.allocate(sequence, length)
         if state is not None:
-            key = sequence.key if state.has_logits else -1
+            key = sequence.key if state.has_hidden else -1
             plan.after.append(Copy(sequence.slot, state.place, key))
         own = self._of.get(sequence.key)
         if own is not None and (target := own.base_at(length)) is not None:

@@ -51,7 +51,7 @@ class CachedState(msgspec.Struct, eq=False):
 
     position: int  # number of tokens that it has read
     owner: str = ""
-    has_logits: bool = False  # whether the row also has the logits after its last token
+    has_hidden: bool = False  # whether the hidden state after its last token is stored, too
     place: int = _NOWHERE
     node: Any = None  # node of the prefix cache's tree
     references: int = 0  # number of pins

@@ -40,7 +40,7 @@ Exported = Callable[[bytes | None], None]  # called with a state's bytes; None: 
 class _PendingExport:
     state: CachedState  # pinned
     then: Exported
-    with_logits: bool
+    with_hidden: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -122,18 +122,18 @@ class StateTransfer:
 
     # Out of rows.
 
-    def export(self, state: CachedState, then: Exported, with_logits: bool = False) -> None:
+    def export(self, state: CachedState, then: Exported, with_hidden: bool = False) -> None:
         """Export a state that is in a row, with the next plan.
 
         Args:
             state: the state.
-            then: called by `on_exported` with its bytes (and its logits') when that plan has run;
-                with None if the state is lost.
-            with_logits: export the stored logits as well.
+            then: called by `on_exported` with its bytes (and its hidden state's) when that plan has
+                run; with None if the state is lost.
+            with_hidden: export the stored hidden state as well.
         """
         self._next_ticket += 1
         self._tiers.begin_export(state)
-        pending = _PendingExport(self._tiers.pin(state), then, with_logits)
+        pending = _PendingExport(self._tiers.pin(state), then, with_hidden)
         self._exports[self._next_ticket] = pending
         self._unplanned.append(self._next_ticket)
 
@@ -145,7 +145,7 @@ class StateTransfer:
             pending = self._exports[ticket]
             self._tiers.end_export(pending.state)
             if pending.state.has_row:
-                plan.exports.append(Store(ticket, pending.state.place, pending.with_logits))
+                plan.exports.append(Store(ticket, pending.state.place, pending.with_hidden))
             else:
                 self.on_exported(ticket, None)
 

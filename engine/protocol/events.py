@@ -163,6 +163,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]  # each of them ends a text
     parameters: int
+    d_model: int  # width of a hidden state
     state_bytes: int  # size of one sequence's state
     slots: int
     device: str  # e.g. "cpu" or "cuda:0"

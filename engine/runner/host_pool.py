@@ -1,9 +1,9 @@
 """HostStatePool: stored states in host memory, one row each, and their copies to and from the GPU.
 
-A row is [cell | conv | logits] in fp32. Memory is allocated in slabs as rows are used. On a GPU the
-slabs are pinned, which takes milliseconds each, so a thread prepares the next ones. States leave
-the device on a separate stream and do not delay steps: the rows are first gathered into a new
-tensor on the device, so that the next step may overwrite them.
+A row is a packed state and the hidden state after it, in words of 32 bits. Memory is allocated in
+slabs as rows are used. On a GPU the slabs are pinned, which takes milliseconds each, so a thread
+prepares the next ones. States leave the device on a separate stream and do not delay steps: the
+rows are first gathered into a new tensor on the device, so that the next step may overwrite them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class _Results(NamedTuple):
 class _Read(NamedTuple):
     """The result of reading a plan's chunks; rows are the chunks with `sample`."""
 
-    hidden: Tensor | None  # [tokens, d_model], if there are targets to score
+    hidden: Tensor | None  # [tokens, d_model] of all chunks; None: nothing was read
     logits: Tensor | None  # [rows, vocab] fp32
     sample_steps: list[SampleStep]  # the samples of all rows, or empty
 
@@ -151,10 +151,13 @@ class ModelRunner:
         self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state())
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         slots = self.config.max_slots
+        d_model = self.model_config.d_model
         main_memory_rows = host_rows(
-            self.config, state_bytes=self.model_config.state_bytes, vocab_size=vocab_size
+            self.config, state_bytes=self.model_config.state_bytes, d_model=d_model
         )
-        self._copier = StateCopier(self._pool, slots, main_memory_rows, vocab_size, uploads)
+        self._copier = StateCopier(
+            self._pool, slots, main_memory_rows, d_model, self._model.hidden_dtype, uploads
+        )
         params = BatchSamplingParams(slots, vocab_size, eos_token_ids)
         processors = LogitsProcessors(slots, vocab_size, eos_token_ids, uploads)
         self._context = context = RunnerContext(
@@ -191,6 +194,7 @@ class ModelRunner:
             vocab_size=self.model_config.vocab_size,
             eos_token_ids=self.model_config.eos_token_ids,
             parameters=parameters,
+            d_model=self.model_config.d_model,
             state_bytes=self.model_config.state_bytes,
             slots=self.config.max_slots,
             device=str(self._device),
@@ -307,7 +311,7 @@ class ModelRunner:
         begin = self._events.record()
         hidden, logits, sample_steps = self._read(plan)
         if plan.after:
-            self._copier.keep(plan.after, _rows_by_key(plan), logits)
+            self._copier.keep(plan.after, _ends_by_key(plan), hidden)
         scores = None
         if hidden is not None:
             scores = score(
@@ -393,15 +397,16 @@ class ModelRunner:
     def _read(self, plan: StepPlan) -> _Read:
         """Read every chunk, and sample for them unless the host takes part in it.
 
-        Chunks whose logits are stored, so that they need not be read, come first.
+        Chunks whose hidden states are stored, so that nothing need be read, come first.
         """
-        known = self._copier.logits_at(plan.prefill)
+        stored = self._copier.hidden_at(plan.prefill)
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
         # If the host takes part in the sampling of a plan's rows, it does so for all of the plan.
         sample = (plan.plain or not plan.decode) and self._context.params.all_plain(slots)
         hidden, logits, sample_steps = None, [], []
-        if known is not None:
+        if stored is not None:
+            known = self._model.logits(stored)
             logits.append(known)
             if sample:
                 done = [chunk for chunk in plan.prefill if chunk.source is not None]
@@ -448,7 +453,11 @@ def _by_row(samples: Sequence[_Samples]) -> tuple[list[int], dict[int, PackedLog
     return tokens, reports
 
 
-def _rows_by_key(plan: StepPlan) -> dict[int, int]:
-    """Return the row of the prompts' logits that belongs to each key."""
-    keys = [chunk.key for chunk in plan.prefill if chunk.sample]
-    return {key: row for row, key in enumerate(keys)}
+def _ends_by_key(plan: StepPlan) -> dict[int, int]:
+    """Return the row of the hidden states after each prompt that is read to its end, by key."""
+    rows, end = {}, 0
+    for chunk in plan.prefill:
+        end += len(chunk.tokens)
+        if chunk.sample and chunk.source is None:
+            rows[chunk.key] = end - 1
+    return rows

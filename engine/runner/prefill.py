@@ -47,7 +47,7 @@ class Read(NamedTuple):
     Rows are the chunks with `sample`.
     """
 
-    hidden: Tensor | None  # [tokens, d_model] of all chunks, if there are targets to score
+    hidden: Tensor  # [tokens, d_model] of all chunks
     logits: Tensor | None  # [rows, vocab] fp32
     sampled: SampleStep | None
 
@@ -207,9 +207,7 @@ class PrefillRunner:
             return read._replace(sampled=self.sample(read.logits, ending))
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         rows = len(ending)
-        scored = any(chunk.targets is not None for chunk in chunks)
         size = self._graph_of(tokens, len(chunks))
-        hidden, logits = None, None
         if size is not None:
             assert self._logits is not None and self._hidden is not None
             graphed = self._graphed[size]
@@ -218,7 +216,8 @@ class PrefillRunner:
             copy_words_(graphed.memory, graphed.hosts[self._turn])
             self._graphs[size.sequences].replay(size.tokens)
             inputs = graphed.inputs
-            hidden, logits = self._hidden[:tokens], self._logits[:rows]
+            hidden = self._hidden[:tokens]
+            logits: Tensor | None = self._logits[:rows]
         else:
             shape = _Shape(tokens, len(chunks), rows)
             on_gpu = self._device.type == "cuda"
@@ -234,7 +233,7 @@ class PrefillRunner:
             reported = report(logits, first, asked, self._uploads)
             keys = [chunk.key for chunk in ending]
             sampled = SampleStep(keys, inputs.words, len(inputs.last), first, reported)
-        return Read(hidden if scored else None, logits if rows else None, sampled)
+        return Read(hidden, logits if rows else None, sampled)
 
     def sample(self, logits: Tensor, chunks: Sequence[PrefillChunk]) -> SampleStep:
         """Sample from known logits [rows, vocab] fp32, one row per chunk of a plain request."""

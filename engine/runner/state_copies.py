@@ -1,7 +1,7 @@
 """StateCopier: executes the copies of stored states in a plan.
 
 A place is a row of the state pool (first those of running sequences, then those of stored states,
-which also have logits) or, as ~row, a row of host memory.
+which also have a hidden state) or, as ~row, a row of host memory.
 """
 
 from __future__ import annotations
@@ -18,20 +18,30 @@ from engine.step_plan import INITIAL, Admission, Copy, Load, PrefillChunk, Store
 
 
 class StateCopier:
-    """Copies stored states of a model with `vocab_size` logits.
+    """Copies stored states, which are in the rows of `pool` from `slots` on and in host memory.
 
-    They are in the rows of `pool` from `slots` on and in `host_rows` rows of host memory.
+    With a state that ends a prompt the model's hidden state after its last token is stored, from
+    which the logits can be computed. It is `d_model` numbers, on the device of type `hidden_dtype`,
+    elsewhere fp32. All rows have room for one.
     """
 
     def __init__(
-        self, pool: StatePool, slots: int, host_rows: int, vocab_size: int, uploads: UploadRing
+        self,
+        pool: StatePool,
+        slots: int,
+        host_rows: int,
+        d_model: int,
+        hidden_dtype: torch.dtype,
+        uploads: UploadRing,
     ) -> None:
         self._pool = pool
         self._slots = slots
         self._device = pool.device
         self._uploads = uploads
-        self._logits = torch.zeros(pool.rows - slots, vocab_size, device=pool.device)
-        self._host = HostStatePool(host_rows, pool.width + vocab_size, pool.device)
+        self._hidden = torch.zeros(
+            pool.rows - slots, d_model, dtype=hidden_dtype, device=pool.device
+        )
+        self._host = HostStatePool(host_rows, pool.width + d_model, pool.device)
 
     def begin(self, admissions: Sequence[Admission]) -> None:
         """Initialize the slots of admitted sequences with the states that they start from."""
@@ -77,66 +87,67 @@ class StateCopier:
             kept = [(one, two) for one, two in here if slots <= one != initial and two >= slots]
             if kept:
                 rows = self._uploads.put([one - slots for one, _ in kept])
-                self._put_logits(self._logits.index_select(0, rows), [two for _, two in kept])
+                self._put_hidden(self._hidden.index_select(0, rows), [two for _, two in kept])
         if loaded is not None:
             targets = [target for _, target in inwards]
             self._pool.scatter(loaded[:, : self._pool.width], targets)
-            self._put_logits(loaded[:, self._pool.width :], targets)
+            self._put_hidden(loaded[:, self._pool.width :], targets)
         if leaving:
             states = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
             self._host.save(states, [~target for _, target in (*through, *outwards)])
 
-    def logits_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
-        """Return the logits [n, vocab] stored at the chunks' sources; None without any."""
+    def hidden_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
+        """Return the hidden states [n, d_model] stored at the chunks' sources; None without any."""
         sources = [chunk.source for chunk in chunks if chunk.source is not None]
         if not sources:
             return None
-        found = torch.empty(len(sources), self._logits.shape[1], device=self._device)
+        found = self._hidden.new_empty(len(sources), self._hidden.shape[1])
         on_host = [i for i, source in enumerate(sources) if source < 0]
         on_device = [i for i, source in enumerate(sources) if source >= 0]
         if on_device:
             rows = [sources[i] - self._slots for i in on_device]
             there, row = self._uploads.put([on_device, rows])
-            found.index_copy_(0, there, self._logits.index_select(0, row))
+            found.index_copy_(0, there, self._hidden.index_select(0, row))
         if on_host:
             states = self._host.load([~sources[i] for i in on_host])
-            found[self._uploads.put(on_host)] = states[:, self._pool.width :]
+            there = self._uploads.put(on_host)
+            found.index_copy_(0, there, states[:, self._pool.width :].to(found.dtype))
         return found
 
-    def keep(self, copies: Sequence[Copy], rows: dict[int, int], logits: Tensor | None) -> None:
-        """Execute the copies after a step, with logits where requested.
+    def keep(self, copies: Sequence[Copy], rows: dict[int, int], hidden: Tensor | None) -> None:
+        """Execute the copies after a step, with hidden states where requested.
 
-        `rows` gives the row of `logits` [rows, vocab] by key.
+        `rows` gives the row of `hidden` [tokens, d_model] by key.
         """
         on_device = [copy for copy in copies if copy.target >= 0]
         self._pool.copy([copy.source for copy in on_device], [copy.target for copy in on_device])
-        with_logits = [copy for copy in on_device if copy.key >= 0]
-        if with_logits:
-            assert logits is not None
-            targets = [copy.target - self._slots for copy in with_logits]
-            sources = [rows[copy.key] for copy in with_logits]
+        with_hidden = [copy for copy in on_device if copy.key >= 0]
+        if with_hidden:
+            assert hidden is not None
+            targets = [copy.target - self._slots for copy in with_hidden]
+            sources = [rows[copy.key] for copy in with_hidden]
             there, row = self._uploads.put([targets, sources])
-            self._logits.index_copy_(0, there, logits.index_select(0, row))
+            self._hidden.index_copy_(0, there, hidden.index_select(0, row))
         on_host = [copy for copy in copies if copy.target < 0]
         if on_host:
             states = self._gather([copy.source for copy in on_host])
             for state, copy in zip(states, on_host, strict=True):
                 if copy.key >= 0:
-                    assert logits is not None
-                    state[self._pool.width :] = logits[rows[copy.key]]
+                    assert hidden is not None
+                    state[self._pool.width :] = hidden[rows[copy.key]]
             self._host.save(states, [~copy.target for copy in on_host])
 
     def export(self, exports: Sequence[Store]) -> dict[int, Tensor]:
         """Return the states by ticket; valid once the device is done (`exported` reads them)."""
         found = {}
         for one in exports:
-            width = self._host_width if one.logits else self._pool.width
+            width = self._host_width if one.hidden else self._pool.width
             if one.source < 0:
                 found[one.ticket] = self._host.get(~one.source)[:width].clone()
                 continue
             state = self._pool.gather([one.source])[0]
-            if one.logits:
-                state = torch.cat([state, self._logits[one.source - self._slots]])
+            if one.hidden:
+                state = torch.cat([state, self._hidden[one.source - self._slots].float()])
             if self._device.type == "cuda":
                 there = torch.empty(width, pin_memory=True)
                 state = there.copy_(state, non_blocking=True)
@@ -144,31 +155,32 @@ class StateCopier:
         return found
 
     def _gather(self, sources: Sequence[int]) -> Tensor:
-        """Return states as rows of host memory [n, width]; sequences' rows get zero logits."""
+        """Return states as rows of host memory [n, width]; sequences' hidden states are zeros."""
         states = self._pool.gather(sources)
         kept_rows = range(self._pool.initial_row - self._slots)
         rows = [source - self._slots for source in sources]
         if all(row in kept_rows for row in rows):
-            kept_logits = self._logits.index_select(0, self._uploads.put(rows))
-            return torch.cat([states, kept_logits], dim=1)
-        logits = torch.zeros(len(sources), self._logits.shape[1], device=self._device)
+            stored = self._hidden.index_select(0, self._uploads.put(rows))
+            return torch.cat([states, stored.float()], dim=1)
+        hidden = torch.zeros(len(sources), self._hidden.shape[1], device=self._device)
         kept = [i for i, row in enumerate(rows) if row in kept_rows]
         if kept:
             there, row = self._uploads.put([kept, [rows[i] for i in kept]])
-            logits[there] = self._logits[row]
-        return torch.cat([states, logits], dim=1)
+            hidden[there] = self._hidden[row].float()
+        return torch.cat([states, hidden], dim=1)
 
     @property
     def _host_width(self) -> int:
-        return self._pool.width + self._logits.shape[1]
+        return self._pool.width + self._hidden.shape[1]
 
-    def _put_logits(self, logits: Tensor, targets: Sequence[int]) -> None:
-        """Store logits [n, vocab] for those of `targets` that have memory for them."""
+    def _put_hidden(self, hidden: Tensor, targets: Sequence[int]) -> None:
+        """Store hidden states [n, d_model] for those of `targets` that have memory for them."""
         kept = [i for i, target in enumerate(targets) if target >= self._slots]
         if kept:
             rows = [targets[i] - self._slots for i in kept]
             there, row = self._uploads.put([rows, kept])
-            self._logits.index_copy_(0, there, logits.index_select(0, row))
+            hidden = hidden.index_select(0, row).to(self._hidden.dtype)
+            self._hidden.index_copy_(0, there, hidden)
 
     def _put(self, move: Load) -> None:
         state = torch.frombuffer(bytearray(move.state), dtype=torch.float32)
@@ -180,7 +192,7 @@ class StateCopier:
             state = state.unsqueeze(0)
             self._pool.scatter(state[:, : self._pool.width], [move.target])
             if state.shape[1] > self._pool.width:
-                self._put_logits(state[:, self._pool.width :], [move.target])
+                self._put_hidden(state[:, self._pool.width :], [move.target])
 
 
 class _ParallelCopy:

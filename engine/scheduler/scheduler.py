@@ -430,7 +430,8 @@ class Scheduler:
     ) -> None:
         """Plan the next `length` tokens of a prompt.
 
-        With `source` there are none, and the first token is sampled from the logits stored there.
+        With `source` there are none, and the first token is sampled after the hidden state stored
+        there.
         """
         if sequence.started_at is None:
             sequence.started_at = now

@@ -66,6 +66,7 @@ class MockEngine:
             vocab_size=257,
             eos_token_ids=(256,),
             parameters=0,
+            d_model=1,
             state_bytes=0,
             slots=config.max_slots,
             device="cpu",

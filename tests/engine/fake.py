@@ -133,7 +133,7 @@ class FakeRunner:
         host_rows: int = 0,
         **config: Any,
     ) -> None:
-        state_bytes = 1024
+        state_bytes, d_model = 1024, 16
         self.config = EngineConfig(
             model="fake",
             device="cpu",
@@ -143,7 +143,7 @@ class FakeRunner:
             max_step_tokens=max_step_tokens,
             max_waiting=max_waiting,
             max_waiting_tokens=max_waiting_tokens,
-            host_state_bytes=host_rows * (state_bytes + 4 * vocab_size),
+            host_state_bytes=host_rows * (state_bytes + 4 * d_model),
             threads=1,
             **config,
         )
@@ -156,6 +156,7 @@ class FakeRunner:
             vocab_size=vocab_size,
             eos_token_ids=(() if eos is None else (eos,)) + more_eos,
             parameters=0,
+            d_model=d_model,
             state_bytes=state_bytes,
             slots=slots,
             device="cpu",
@@ -176,9 +177,10 @@ class FakeRunner:
         self.begun: list[StepResult | Exception] = []  # and are not finished
         self.batch: list[FakeRow] = []  # of the latest plain plan
         self._latest = StepPlan()
-        # What has been read to the state at each place, and at those with logits, of which text.
+        # What has been read to the state at each place, and at those with a hidden state, of which
+        # text.
         self.rows: dict[int, list[int]] = {}
-        self.logits: dict[int, list[int]] = {}
+        self.hidden: dict[int, list[int]] = {}
         self.outside: dict[bytes, list[int]] = {}  # exported states, by their bytes
         self.texts: dict[int, list[int]] = {}  # by key: what is to be read, the state's text too
         self.requests: dict[int, Request] = {}  # by key
@@ -253,7 +255,7 @@ class FakeRunner:
             row.extend(chunk.tokens)
             assert row == text[: len(row)]
             if chunk.source is not None:
-                assert self.logits[chunk.source] == row == text and chunk.sample
+                assert self.hidden[chunk.source] == row == text and chunk.sample
             if chunk.targets is not None:
                 scored = self._score(chunk.start, chunk.tokens, chunk.targets, chunk.score_top)
                 if scored is not None:
@@ -266,7 +268,7 @@ class FakeRunner:
             self._move(copy)
             if copy.key >= 0:
                 assert self.rows[copy.target] == self.texts[copy.key]
-                self.logits[copy.target] = self.texts[copy.key]
+                self.hidden[copy.target] = self.texts[copy.key]
         if plan.plain:
             self._join(plan)
             self._decode(plan, result)
@@ -280,9 +282,9 @@ class FakeRunner:
         for export in plan.exports:
             row = self._row(export.source)
             width = self.info.state_bytes // 4
-            if export.logits:
-                assert self.logits[export.source] == row
-                width += self.info.vocab_size
+            if export.hidden:
+                assert self.hidden[export.source] == row
+                width += self.info.d_model
             state = np.full(width, len(self.outside), np.float32).tobytes()
             for known, read in self.outside.items():
                 if read == row and len(known) == len(state):
@@ -300,11 +302,11 @@ class FakeRunner:
         else:
             row = [] if move.source == INITIAL else self._row(move.source)
         self.rows[move.target] = list(row)
-        self.logits.pop(move.target, None)
+        self.hidden.pop(move.target, None)
         if isinstance(move, Load) and len(move.state) > self.info.state_bytes:
-            self.logits[move.target] = list(row)
-        if isinstance(move, Copy) and move.source in self.logits:
-            self.logits[move.target] = self.logits[move.source]
+            self.hidden[move.target] = list(row)
+        if isinstance(move, Copy) and move.source in self.hidden:
+            self.hidden[move.target] = self.hidden[move.source]
 
     def _change(self, plan: StepPlan) -> None:
         """Ends rows of the batch, and makes room for those that join it."""

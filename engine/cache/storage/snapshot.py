@@ -37,7 +37,7 @@ from engine.safetensors_container import (
     parse_header,
     serialize,
 )
-from engine.state_spec import StateSpec, bytes_of, offsets_of
+from engine.state_spec import StateSpec, bytes_of, hidden_bytes_of, offsets_of
 
 FORMAT = "minserve.state.3"
 FORMER = ("minserve.state.2", "minserve.state.1")
@@ -57,11 +57,17 @@ class StateLayout:
     fingerprint: str
     vocab_size: int
     specs: tuple[StateSpec, ...]
+    d_model: int = 0  # width of the hidden state that is stored with some states
 
     @cached_property
     def bytes(self) -> int:
         """Bytes of one state."""
         return bytes_of(self.specs)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden state that is stored with some states."""
+        return hidden_bytes_of(self.d_model)
 
     def is_finite(self, state: memoryview) -> bool:
         """Return whether all values of a packed state are finite."""

@@ -240,6 +240,11 @@ class CpuBackend:
         self._plan = torch.tensor(writer.plan, dtype=torch.int64)
 
     @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Type of the result of `prefill`."""
+        return torch.float32
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights; a step reads all of them except an untied embedding."""
         return self._weights.numel()

@@ -166,6 +166,11 @@ class PathBackend:
             "argmax": {},
         }
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Type of the result of `prefill`; see ModelBackend.hidden_dtype."""
+        return self.model.norm.weight.dtype
+
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:

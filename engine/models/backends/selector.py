@@ -46,6 +46,10 @@ class ModelBackend(Protocol):
     raise RuntimeError. Tensors of wrong shape or dtype raise RuntimeError everywhere.
     """
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Type of the result of `prefill`: fp32 or that of the activations."""
+
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
     ) -> None:
@@ -75,7 +79,7 @@ class ModelBackend(Protocol):
                 twice.
 
         Returns:
-            Hidden states [tokens, d_model] for `logits`, fp32 or in the type of the activations.
+            Hidden states [tokens, d_model] of type `hidden_dtype`, for `logits`.
         """
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
@@ -100,7 +104,11 @@ class ModelBackend(Protocol):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits fp32 [n, vocab] of hidden [n, d_model], rows of the result of `prefill`."""
+        """Return logits fp32 [n, vocab] of hidden [n, d_model], rows of the result of `prefill`.
+
+        They may be rows of several results: where results are deterministic, a row's logits do not
+        depend on the others.
+        """
 
     def initial_state(self) -> dict[str, Tensor]:
         """Return the state tensors [layers, *shape] that do not begin as zeros, by name."""

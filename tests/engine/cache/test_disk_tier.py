@@ -70,7 +70,9 @@ def test_more_lies_on_disk_than_in_memory(tmp_path: Path) -> None:
     assert tiers.device_used + tiers.host_used <= 6
     assert len(files(tmp_path)) > 20
     before = talk.runner.steps
-    assert [cached(talk, prompt(number)) for number in (0, 7, 0)] == [300] * 3, "with their logits"
+    assert [cached(talk, prompt(number)) for number in (0, 7, 0)] == [300] * 3, (
+        "with their hidden states"
+    )
     assert text(talk.run(prompt(3) + b"abc", 3)) == b"def"
     assert talk.runner.steps > before
     assert talk.engine._scheduler.events() == {}
@@ -83,7 +85,7 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
     later = start(tmp_path, talk)
     assert cached(later, prompt(0) + b"abc" + b"defg" + b"hi", owner="bob") == 0
     assert cached(later, prompt(0) + b"abc" + b"defg" + b"hi", owner="alice") == 306
-    assert cached(later, prompt(0) + b"abc", owner="alice") == 303, "logits outlast it too"
+    assert cached(later, prompt(0) + b"abc", owner="alice") == 303, "hidden states outlast it too"
     later.engine.close()
     third = start(tmp_path, later, host_rows=0)
     assert cached(third, prompt(0) + b"abc", owner="alice") == 303
@@ -360,14 +362,14 @@ def test_a_models_states_come_back_as_they_were(tmp_path: Path, deterministic: b
         engine.close()
 
 
-@pytest.mark.parametrize("with_logits", [False, True])
-def test_a_file_says_what_was_written(with_logits: bool) -> None:
-    shape = StateLayout("f", 50, (StateSpec("cell", 2, (6,)), StateSpec("conv", 2, (3, 4))))
-    state = bytes(shape.bytes + 200 * with_logits)
-    head = Head("alice", "salt", bytes(4 * 300), with_logits, 0)
+@pytest.mark.parametrize("with_hidden", [False, True])
+def test_a_file_says_what_was_written(with_hidden: bool) -> None:
+    shape = StateLayout("f", 50, (StateSpec("cell", 2, (6,)), StateSpec("conv", 2, (3, 4))), 4)
+    state = bytes(shape.bytes + 16 * with_hidden)
+    head = Head("alice", "salt", bytes(4 * 300), with_hidden, 0)
     content = prefix_file.write(head, state, "v")
     told = prefix_file.parse_head(content[: len(content) - len(state)], "v", shape)
-    assert told == Head("alice", "salt", head.text, with_logits, len(content))
+    assert told == Head("alice", "salt", head.text, with_hidden, len(content))
     assert prefix_file.parse(content, "v", shape) == state
     for wrong in (content[:-1], content + b"0", content[:100], b"", damage_state(content)):
         with pytest.raises(StateMalformed):

@@ -23,38 +23,40 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Rows:
-    """Places of a pool beside what each should hold: a state, and logits where they are known."""
+    """Places of a pool beside what each should hold: a state, and a hidden state where known."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
         uploads = UploadRing(torch.device(device))
         self.pool = StatePool(CONFIG, SLOTS + KEPT, uploads, {"cell": START})
-        self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.vocab_size, uploads)
+        self.places = StateCopier(self.pool, SLOTS, HOST, CONFIG.d_model, dtype, uploads)
+        self.dtype = dtype
         self.start = self.pool.gather([self.pool.initial_row])[0].cpu()
         self.states = dict.fromkeys(range(SLOTS + KEPT), self.start)
-        self.logits: dict[int, Tensor] = {}
+        self.hidden: dict[int, Tensor] = {}
         self.chance = random.Random(0)
 
-    def put(self, place: int, logits: bool) -> Load:
-        """Something new at a place that has logits or not."""
-        width = self.pool.width + CONFIG.vocab_size * logits
+    def put(self, place: int, hidden: bool) -> Load:
+        """Something new at a place that has a hidden state or not."""
+        width = self.pool.width + CONFIG.d_model * hidden
         whole = torch.tensor([self.chance.random() for _ in range(width)])
+        whole[self.pool.width :] = whole[self.pool.width :].to(self.dtype)
         self.states[place] = whole[: self.pool.width]
-        self.logits.pop(place, None)
-        if logits:
-            self.logits[place] = whole[self.pool.width :]
+        self.hidden.pop(place, None)
+        if hidden:
+            self.hidden[place] = whole[self.pool.width :]
         return Load(place, array("f", whole.tolist()).tobytes())
 
     def copy(self, source: int, target: int) -> Copy:
         self.states[target] = self.start if source == INITIAL else self.states[source]
-        found = self.logits.get(source)
-        self.logits.pop(target, None)
+        found = self.hidden.get(source)
+        self.hidden.pop(target, None)
         if found is not None and not 0 <= target < SLOTS:
-            self.logits[target] = found
+            self.hidden[target] = found
         return Copy(source, target)
 
     def check(self) -> None:
         exports = [
-            Store(ticket, place, place in self.logits) for ticket, place in enumerate(self.states)
+            Store(ticket, place, place in self.hidden) for ticket, place in enumerate(self.states)
         ]
         found = self.places.export(exports)
         if self.pool.device.type == "cuda":
@@ -62,14 +64,15 @@ class Rows:
         for one in exports:
             state = torch.frombuffer(bytearray(exported(found)[one.ticket]), dtype=torch.float32)
             expected = self.states[one.source]
-            if one.logits:
-                expected = torch.cat([expected, self.logits[one.source]])
+            if one.hidden:
+                expected = torch.cat([expected, self.hidden[one.source]])
             assert torch.equal(state, expected), one.source
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_random_moves(device: str) -> None:
-    rows = Rows(device)
+def test_random_moves(device: str, dtype: torch.dtype) -> None:
+    rows = Rows(device, dtype)
     chance = rows.chance
     everywhere = [*range(SLOTS + KEPT), *(~row for row in range(HOST))]
     for _ in range(60 if device == "cuda" else 300):
@@ -87,18 +90,18 @@ def test_random_moves(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_make_room_for_each_other_in_a_chain(device: str) -> None:
     """To main memory and on the device, and back again, by way of a row that is needed at once."""
-    rows = Rows(device)
+    rows = Rows(device, torch.float32)
     first, second, out = SLOTS, SLOTS + 1, ~0
     rows.places.carry_out([rows.put(first, True), rows.put(second, True), rows.put(0, False)])
     chain = [(first, out), (second, first), (0, second), (out, 1), (INITIAL, 0), (1, 2), (out, ~1)]
     rows.places.carry_out([rows.copy(*one) for one in chain])
     rows.check()
-    assert torch.equal(rows.states[2], rows.states[out]) and out in rows.logits
+    assert torch.equal(rows.states[2], rows.states[out]) and out in rows.hidden
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_slots_begin_anew_or_from_what_is_kept(device: str) -> None:
-    rows = Rows(device)
+    rows = Rows(device, torch.float32)
     kept, out = SLOTS, ~0
     rows.places.carry_out([rows.put(kept, True), *(rows.put(row, False) for row in range(SLOTS))])
     # The state of a slot that is handed over is kept before another one begins there.

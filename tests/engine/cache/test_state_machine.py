@@ -85,7 +85,7 @@ _FOLDER = TemporaryDirectory(prefix="minserve-test-")
 
 @lru_cache(maxsize=4)
 def _runner(deterministic: bool, solo: bool, device: str) -> ModelRunner:
-    one = 4 * (2 * 2 * WIDTH[device] + 2 * 2 * WIDTH[device] + VOCAB)
+    one = 4 * (2 * 2 * WIDTH[device] + 2 * 2 * WIDTH[device] + WIDTH[device])
     runner = ModelRunner(
         EngineConfig(
             model=_model(device),
