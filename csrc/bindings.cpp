@@ -137,6 +137,10 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "linear_map(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
       "bool gelu=False, bool logits=False, bool fixed_order=False) -> Tensor");
+  // silu(gate) * up, of weight's rows gate | up
+  m.def(
+      "linear_swiglu(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias=None, "
+      "bool fixed_order=False) -> Tensor");
   // of the logits that linear_map has in a fixed order, the best of each 256; rows of weight beyond
   // the vocabulary are left out
   m.def(
@@ -146,16 +150,19 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "draw_best_(Tensor best, Tensor(a!) tokens, Tensor(b!) slots, Tensor(c!) positions, "
       "Tensor(d!) remaining, Tensor(e!) cursor, Tensor(f!) out, Tensor stop_ids) -> ()");
-  // gates of a cell and its step; state rows are read and overwritten
+  // gates of a cell and its step; state rows are read and overwritten. Of a cell with an output
+  // gate out is h * silu(gate), and squares has the sums of squares of h, else nothing
   m.def(
       "linear_step(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
       "Tensor(a!) state, Tensor slots, str cell, bool linear_candidate=False, "
-      "bool normalize_gates=True, bool fixed_order=False) -> Tensor");
-  // x += W y (+ bias); x times the next norm's weight, empty without; sums of squares of x, empty
-  // without this weight unless asked for; then x += ahead
+      "bool normalize_gates=True, bool fixed_order=False, Tensor? lower_bound=None) -> "
+      "(Tensor out, Tensor squares)");
+  // x += W y (/ the norm that y_squares gives) (+ bias); x times the next norm's weight, empty
+  // without; sums of squares of x, empty without this weight unless asked for; then x += ahead
   m.def(
       "linear_residual_(Tensor y, Tensor weight, Tensor? bias, Tensor(a!) x, Tensor? norm_weight, "
-      "bool fixed_order=False, Tensor? ahead=None, bool squares=False) -> "
+      "bool fixed_order=False, Tensor? ahead=None, bool squares=False, Tensor? y_squares=None, "
+      "float eps=0.0) -> "
       "(Tensor scaled, Tensor squares)");
   // rows of an embedding table: x, and for the first norm as linear_residual_
   m.def(
@@ -234,6 +241,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
 #ifdef MINSERVE_CUDA
   m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
+  m.impl("linear_swiglu", TORCH_BOX(&minserve::linear_swiglu));
   m.impl("linear_best", TORCH_BOX(&minserve::linear_best));
   m.impl("draw_best_", TORCH_BOX(&minserve::draw_best));
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));

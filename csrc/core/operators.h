@@ -86,14 +86,19 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
 void draw_best(const Tensor& best, const Tensor& tokens, const Tensor& slots,
                const Tensor& positions, const Tensor& remaining, const Tensor& cursor,
                const Tensor& out, const Tensor& stop_ids);
-Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots,
-                   const std::string& cell, bool linear_candidate, bool normalize_gates,
-                   bool batch_invariant);
+Tensor linear_swiglu(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                     const MaybeTensor& bias, bool batch_invariant);
+std::tuple<Tensor, Tensor> linear_step(const Tensor& x, const MaybeTensor& squares, double eps,
+                                       const Tensor& weight, const MaybeTensor& bias,
+                                       const Tensor& state, const Tensor& slots,
+                                       const std::string& cell, bool linear_candidate,
+                                       bool normalize_gates, bool batch_invariant,
+                                       const MaybeTensor& lower_bound);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool batch_invariant,
-                                           const MaybeTensor& ahead, bool squares);
+                                           const MaybeTensor& ahead, bool squares,
+                                           const MaybeTensor& y_squares, double eps);
 std::tuple<Tensor, Tensor, Tensor> linear_embed(const Tensor& tokens, const Tensor& table,
                                                 const MaybeTensor& norm_weight, bool squares);
 Tensor rms_norm(const Tensor& x, double eps, const Tensor& weight);

@@ -2,16 +2,11 @@
 // behind a step, and silu(gate) * up of an MLP.
 #pragma once
 
+#include "../core/silu.cuh"
 #include "kernel.cuh"
 
 namespace minserve {
 namespace cuda {
-
-__device__ __forceinline__ float silu(float x) {
-  const float small = exp2_of(absolute(x) * static_cast<float>(-kLog2e));
-  const float over = reciprocal(small + 1.0f);
-  return x * (x < 0.0f ? small * over : over);
-}
 
 // Rows of h [rows, channels], by a block each: a block that has no room for all of a row in its
 // threads' registers reads the rest again.

@@ -15,15 +15,17 @@ enum class Epilogue : int {
   gelu,      // y Phi(y), exact
   logits,    // y in fp32
   residual,  // x += y; x times the next norm's weight; sums of squares of x; x += ahead
+  swiglu,    // silu(gate) * up, of two rows of W for each channel: gate | up
 };
 
 // The cells whose step an epilogue computes.
-using GemmCells = CellList<CellKind::mingru, CellKind::minlstm>;
+using GemmCells = CellList<CellKind::mingru, CellKind::minlstm, CellKind::hgrn>;
 
-// Rows of x whose squares are summed together; a norm adds these sums up in their order.
+// Channels whose squares are summed together; a norm adds these sums up in their order.
 constexpr int kSquareRows = 64;
 
-// The input is x norm_weight, and its RMS norm's division is left for the product's sums.
+// The input is x norm_weight, and its RMS norm's division is left for the product's sums. Behind
+// a cell with an output gate it is h times the gate, and the norm's weight is in W.
 struct DeferredNorm {
   const float* squares = nullptr;  // [blocks, tokens]; null: there is no norm
   int square_blocks = 0;
@@ -43,12 +45,14 @@ struct GemmArgs : DeferredNorm {
   void* x = nullptr;                  // residual: [tokens, channels], in place
   const void* norm_weight = nullptr;  // residual: [channels], of the norm that comes next
   void* scaled = nullptr;             // residual: [tokens, channels], or null: x itself, or none
-  float* squares_out = nullptr;       // residual: [channels / kSquareRows, tokens], or null
-  const void* ahead = nullptr;        // residual: [channels], added to x after that; or null
+  // [channels / kSquareRows, tokens]. residual: of x, or null; a step with an output gate: of h.
+  float* squares_out = nullptr;
+  const void* ahead = nullptr;  // residual: [channels], added to x after that; or null
 
   float* state = nullptr;  // steps: [num_slots, channels] with rows state_stride apart
   std::int64_t state_stride = 0, num_slots = 0;
   const std::int32_t* slots = nullptr;  // [tokens]
+  const float* parameter = nullptr;     // [channels], of cells that have one; or null: zeros
   bool linear_candidate = false, normalize_gates = true;
 
   bool batch_invariant = false;  // sums in an order that the number of tokens has no part in

@@ -9,6 +9,7 @@
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
 #include "../core/gelu.cuh"
+#include "../core/silu.cuh"
 #include "../cells/dispatch.h"
 #include "args.h"
 #include "epilogue_operands.cuh"
@@ -58,9 +59,9 @@ __device__ __forceinline__ float norm_scale(const GemmArgs& args, std::int64_t t
   return norm_scale_of(args, sum);
 }
 
-// What is read for a quad before its sums are looked at: the state, or the residual stream.
-template <bool kStepping>
-struct Before {
+// What is read for a quad before its sums are looked at: the residual stream, the state, or
+// nothing.
+struct StreamBefore {
   Quad<bf16> x;
   __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int) {
     if (args.epilogue == Epilogue::residual && at.inside(args)) {
@@ -68,8 +69,10 @@ struct Before {
     }
   }
 };
-template <>
-struct Before<true> {
+struct NothingBefore {
+  __device__ __forceinline__ void load(const GemmArgs&, const QuadPosition&, int) {}
+};
+struct StateBefore {
   Quad<float> state;
   float* row;  // null: a padding row
   __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int slot) {
@@ -79,6 +82,44 @@ struct Before<true> {
     state.load(row);
   }
 };
+
+// What follows a product: the step of a cell or SwiGLU, of which several rows of W make a channel,
+// or an epilogue of rows. kStepping: each token has a row of state.
+template <template <class> class CellOf>
+struct StepOf {
+  using Before = StateBefore;
+  using Cell = CellOf<float>;
+  static constexpr int kGates = Cell::kPreactivations, kParameters = Cell::kParameters;
+  static constexpr bool kStepping = true;
+  // Whether a pre-activation behind those of the recurrence gates h, after a norm. The norm's
+  // division is left for the next product.
+  static constexpr bool kOutputGate = kGates > Cell::kInputs;
+  static_assert(Cell::kStates == 1 && Cell::kOutputs == 1, "a quad has one of each");
+  static_assert(kGates - Cell::kInputs <= 1 && kParameters <= 1, "no kernel has more");
+  static_assert(kGates == 2 || kGates == 3, "tiles of rows are laid out for these");
+};
+struct SwiGlu {
+  using Before = NothingBefore;
+  static constexpr int kGates = 2, kParameters = 0;
+  static constexpr bool kStepping = false;
+};
+struct NoStep {
+  using Before = StreamBefore;
+  static constexpr int kGates = 1, kParameters = 0;
+  static constexpr bool kStepping = false;
+};
+
+template <class F, template <class> class CellOf>
+void call_with(const F& f, CellTag<CellOf>) {
+  f(StepOf<CellOf>{});
+}
+// Calls f with what follows: the StepOf of a cell, or SwiGlu or NoStep.
+template <class F>
+void with_step(Epilogue epilogue, std::optional<CellKind> cell, const F& f) {
+  if (cell) return with_cell<GemmCells>(*cell, [&](auto tag) { call_with(f, tag); });
+  if (epilogue == Epilogue::swiglu) return f(SwiGlu{});
+  f(NoStep{});
+}
 
 // `from`: this quad's, in shared memory.
 __device__ __forceinline__ void add_bias(const GemmArgs& args, const bf16* from,
@@ -105,6 +146,23 @@ __device__ __forceinline__ void store_with_ahead(const GemmArgs& args, const bf1
   x.store(static_cast<bf16*>(args.x) + offset);
 }
 
+// The sum over the sixteen neighbouring threads that have the same token's kSquareRows channels.
+__device__ __forceinline__ float sum_of_channels(float sum) {
+  const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
+#pragma unroll
+  for (int distance = 8; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(half, sum, distance);
+  }
+  return sum;
+}
+__device__ __forceinline__ void write_squares(const GemmArgs& args, const QuadPosition& at,
+                                              float sum) {
+  sum = sum_of_channels(sum);
+  if (threadIdx.x % 16 == 0) {
+    args.squares_out[at.channel / kSquareRows * args.tokens + at.token] = sum;
+  }
+}
+
 // The residual stream, and what the norm that comes next needs of it. `norm_weight`, `ahead`: of
 // this quad's channels, where there are any.
 __device__ __forceinline__ void write_residual(const GemmArgs& args, const QuadPosition& at,
@@ -126,21 +184,14 @@ __device__ __forceinline__ void write_residual(const GemmArgs& args, const QuadP
     scaled.set(y);
     scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
   }
-  const unsigned half = 0xffffu << (threadIdx.x % 32 / 16 * 16);
-#pragma unroll
-  for (int distance = 8; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(half, sum, distance);
-  }
-  if (threadIdx.x % 16 == 0) {
-    args.squares_out[at.channel / kSquareRows * args.tokens + at.token] = sum;
-  }
+  write_squares(args, at, sum);
 }
 
-// One product that no recurrence follows.
+// One product of each channel.
 template <int kChannels>
 __device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPosition& at,
                                          const EpilogueOperands<1, kChannels>& vectors,
-                                         const Before<false>& before, float (&y)[kQuad]) {
+                                         const StreamBefore& before, float (&y)[kQuad]) {
   add_bias(args, vectors.bias[0] + at.own_channel, y);
   if (args.epilogue == Epilogue::residual) {
 #pragma unroll
@@ -162,51 +213,33 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPositio
   out.store(static_cast<bf16*>(args.out) + at.offset(args));
 }
 
-// What follows a product: the step of a cell, whose gates are rows of W for each channel, or an
-// epilogue of rows.
-template <template <class> class CellOf>
-struct StepOf {
-  using Cell = CellTag<CellOf>;
-  static constexpr int kGates = CellOf<float>::kPreactivations;
-  static constexpr bool kStepping = true;
-  static_assert(kIsPlain<CellOf<float>>);
-  static_assert(kGates == 2 || kGates == 3, "tiles of rows are laid out for these");
-};
-struct NoStep {
-  static constexpr int kGates = 1;
-  static constexpr bool kStepping = false;
-};
-
-template <class F, template <class> class CellOf>
-void call_with(const F& f, CellTag<CellOf>) {
-  f(StepOf<CellOf>{});
-}
-// Calls f with the StepOf of a cell, or with NoStep.
-template <class F>
-void with_step(std::optional<CellKind> cell, const F& f) {
-  if (!cell) return f(NoStep{});
-  with_cell<GemmCells>(*cell, [&](auto tag) { call_with(f, tag); });
-}
-
-// One step from a quad's pre-activations.
-template <template <class> class CellOf>
-__device__ __forceinline__ void step_quad(CellTag<CellOf>, const GemmArgs& args,
-                                          const QuadPosition& at, Before<true>& before,
-                                          const Quad<bf16> (&pre)[CellOf<float>::kInputs]) {
+// One step from a quad's pre-activations; `own`: where its channels are in `vectors`.
+template <template <class> class CellOf, class Vectors>
+__device__ __forceinline__ void finish_gates(StepOf<CellOf>, const GemmArgs& args,
+                                             const QuadPosition& at, const Vectors& vectors,
+                                             int own, StateBefore& before,
+                                             const Quad<bf16> (&pre)[StepOf<CellOf>::kGates]) {
+  using Step = StepOf<CellOf>;
   using Cell = CellOf<float>;
   const bool real = before.row != nullptr;
   float h[kQuad];
+  Quad<float> parameter;  // zeros
+  if constexpr (Step::kParameters > 0) {
+    if (args.parameter) parameter.load(vectors.parameter + own);
+  }
   const auto step = [&](auto options) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       float in[Cell::kInputs];
 #pragma unroll
       for (int gate = 0; gate < Cell::kInputs; ++gate) in[gate] = pre[gate][i];
-      const Affine<float> affine = Cell::coefficients(options, in);
+      Parameters<float, Step::kParameters> parameters;
+      if constexpr (Step::kParameters > 0) parameters.at[0] = parameter[i];
+      const Affine<float> affine = Cell::coefficients(options, in, parameters);
       h[i] = real ? fmadd(affine.a, before.state[i], affine.b) : 0.0f;
     }
   };
-  if (args.linear_candidate || !args.normalize_gates) {
+  if (Cell::kHasOptions && (args.linear_candidate || !args.normalize_gates)) {
     step(AnyOptions{args.linear_candidate, args.normalize_gates});
   } else {
     step(UsualOptions{});
@@ -215,25 +248,47 @@ __device__ __forceinline__ void step_quad(CellTag<CellOf>, const GemmArgs& args,
     before.state.set(h);
     before.state.store(before.row);
   }
+  if constexpr (Step::kOutputGate) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      sum += h[i] * h[i];
+      h[i] = real ? h[i] * silu(pre[Cell::kInputs][i]) : 0.0f;
+    }
+    write_squares(args, at, sum);
+  }
   Quad<bf16> out;
   out.set(h);
   out.store(static_cast<bf16*>(args.out) + at.offset(args));
 }
 
-// The products of a channel's gates: one step. They are rounded as a prompt's pre-activations are,
-// so that stepping differs from scanning by nothing but the order of a product's sums.
-template <template <class> class CellOf, int kChannels>
-__device__ __forceinline__ void step_epilogue(
-    CellTag<CellOf> cell, const GemmArgs& args, const QuadPosition& at,
-    const EpilogueOperands<CellOf<float>::kInputs, kChannels>& vectors, Before<true>& before,
-    float (&y)[CellOf<float>::kInputs][kQuad]) {
-  Quad<bf16> pre[CellOf<float>::kInputs];
+template <class Vectors>
+__device__ __forceinline__ void finish_gates(SwiGlu, const GemmArgs& args, const QuadPosition& at,
+                                             const Vectors&, int, NothingBefore&,
+                                             const Quad<bf16> (&pre)[SwiGlu::kGates]) {
+  float y[kQuad];
 #pragma unroll
-  for (int gate = 0; gate < CellOf<float>::kInputs; ++gate) {
+  for (int i = 0; i < kQuad; ++i) y[i] = silu(pre[0][i]) * pre[1][i];
+  Quad<bf16> out;
+  out.set(y);
+  out.store(static_cast<bf16*>(args.out) + at.offset(args));
+}
+
+// The products of a channel's gates: one step, or SwiGLU. They are rounded as a prompt's
+// pre-activations are, so that stepping differs from scanning by nothing but the order of a
+// product's sums.
+template <class Step, class Vectors>
+__device__ __forceinline__ void gates_epilogue(Step step, const GemmArgs& args,
+                                               const QuadPosition& at, const Vectors& vectors,
+                                               typename Step::Before& before,
+                                               float (&y)[Step::kGates][kQuad]) {
+  Quad<bf16> pre[Step::kGates];
+#pragma unroll
+  for (int gate = 0; gate < Step::kGates; ++gate) {
     add_bias(args, vectors.bias[gate] + at.own_channel, y[gate]);
     pre[gate].set(y[gate]);
   }
-  step_quad(cell, args, at, before, pre);
+  finish_gates(step, args, at, vectors, at.own_channel, before, pre);
 }
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// A tile's part of the GEMM's vectors (biases, norm weights) in shared memory.
+// A tile's part of the GEMM's vectors (biases, norm weights, a cell's parameters) in shared memory.
 //
 // Like the first weights it is requested before the previous kernel has ended. The last step was
 // the last to read it, so a tile would otherwise wait for memory when its products are done. A
@@ -11,8 +11,16 @@
 namespace minserve {
 namespace cuda {
 
-template <int kGates, int kChannels>
-struct alignas(16) EpilogueOperands {
+template <int kParameters, int kChannels>
+struct CellParameters {
+  float parameter[kChannels];
+  static_assert(kParameters == 1, "GemmArgs has one");
+};
+template <int kChannels>
+struct CellParameters<0, kChannels> {};
+
+template <int kGates, int kChannels, int kParameters = 0>
+struct alignas(16) EpilogueOperands : CellParameters<kParameters, kChannels> {
   bf16 bias[kGates][kChannels];
   bf16 norm_weight[kChannels], ahead[kChannels];  // of residual GEMMs
 
@@ -31,6 +39,11 @@ struct alignas(16) EpilogueOperands {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         copy(bias[gate] + own, args.bias, gate * args.channels + channel);
+      }
+      if constexpr (kParameters > 0) {
+        for (int part = 0; args.parameter && part < kEight; part += 4) {
+          start_copy_of_16(this->parameter + own + part, args.parameter + channel + part);
+        }
       }
       if constexpr (kGates == 1) {
         copy(norm_weight + own, args.norm_weight, channel);

@@ -63,11 +63,12 @@ struct Maps {
     return args;
   }
 
-  void normed(DeferredNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps) const {
+  void normed(DeferredNorm& norm, const Tensor& x, const MaybeTensor& squares, double eps,
+              const char* name = "squares") const {
     if (!squares) return;
-    check.tensor(*squares, "squares", ScalarType::Float,
-                 {divided_up(x.size(1), kSquareRows), x.size(0)}, "[inputs / 64, tokens]");
-    check.require(squares->is_contiguous(), "squares must be contiguous");
+    check.tensor(*squares, name, ScalarType::Float, {divided_up(x.size(1), kSquareRows), x.size(0)},
+                 "[inputs / 64, tokens]");
+    check.require(squares->is_contiguous(), name, " must be contiguous");
     norm.squares = static_cast<const float*>(squares->const_data_ptr());
     norm.square_blocks = static_cast<int>(squares->size(0));
     norm.width = static_cast<float>(x.size(1));
@@ -125,6 +126,21 @@ Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const
   return out;
 }
 
+Tensor linear_swiglu(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
+                     const MaybeTensor& bias, bool batch_invariant) {
+  const Maps maps("linear_swiglu", x, "x", weight);
+  maps.check.require(weight.size(0) % 16 == 0,
+                     "weight must have as many rows of gates as of ups, a multiple of 8; got ",
+                     describe(weight));
+  GemmArgs args = maps.args(Epilogue::swiglu, x, weight, 2, bias);
+  args.batch_invariant = batch_invariant;
+  maps.normed(args, x, squares, eps);
+  Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels});
+  args.out = out.mutable_data_ptr();
+  maps.run(args, x, weight);
+  return out;
+}
+
 Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                    const MaybeTensor& bias, std::int64_t vocabulary) {
   const Maps maps("linear_best", x, "x", weight);
@@ -151,13 +167,17 @@ Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, cons
   return best;
 }
 
-Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
-                   const MaybeTensor& bias, const Tensor& state, const Tensor& slots_given,
-                   const std::string& cell, bool linear_candidate, bool normalize_gates,
-                   bool batch_invariant) {
+std::tuple<Tensor, Tensor> linear_step(const Tensor& x, const MaybeTensor& squares, double eps,
+                                       const Tensor& weight, const MaybeTensor& bias,
+                                       const Tensor& state, const Tensor& slots_given,
+                                       const std::string& cell, bool linear_candidate,
+                                       bool normalize_gates, bool batch_invariant,
+                                       const MaybeTensor& lower_bound) {
   const Maps maps("linear_step", x, "x", weight);
   const CellKind kind = require_cell<GemmCells>(maps.check, cell);
-  const std::int64_t gates = traits_of(kind).preactivations;
+  const CellTraits& traits = traits_of(kind);
+  const std::int64_t gates = traits.preactivations;
+  const bool output_gate = gates > traits.inputs;
   maps.check.require(state.dim() == 2, "state must be [num_slots, channels], got ",
                      describe(state));
   maps.check.require(gates * state.size(1) == weight.size(0) && state.size(1) % 8 == 0,
@@ -167,9 +187,19 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   check_state(maps.check, state, state.size(1));
   maps.check.require(state.stride(0) % 4 == 0 && address(state) % 16 == 0,
                      "rows of state must be aligned to 16 bytes");
+  maps.check.require(!output_gate || state.size(1) % kSquareRows == 0, "channels of the cell ",
+                     traits.name, " must be a multiple of ", kSquareRows, ", got ", state.size(1));
   GemmArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
   args.batch_invariant = batch_invariant;
   maps.normed(args, x, squares, eps);
+  if (lower_bound) {
+    maps.check.require(traits.parameters > 0, "the cell ", traits.name, " has no lower_bound");
+    maps.check.tensor(*lower_bound, "lower_bound", ScalarType::Float, {args.channels},
+                      "[channels]");
+    maps.check.require(lower_bound->is_contiguous(), "lower_bound must be contiguous");
+    maps.aligned(*lower_bound, "lower_bound");
+    args.parameter = static_cast<const float*>(lower_bound->const_data_ptr());
+  }
   const Tensor slots = torch::stable::contiguous(slots_given);
   const Layout layout = step_layout(maps.check, slots, state.size(0), args.tokens, args.channels);
   args.state = static_cast<float*>(state.mutable_data_ptr());
@@ -180,14 +210,18 @@ Tensor linear_step(const Tensor& x, const MaybeTensor& squares, double eps, cons
   args.normalize_gates = normalize_gates;
   Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels});
   args.out = out.mutable_data_ptr();
+  Tensor sums = torch::stable::new_empty(
+      x, {output_gate ? args.channels / kSquareRows : 0, args.tokens}, ScalarType::Float);
+  if (output_gate) args.squares_out = static_cast<float*>(sums.mutable_data_ptr());
   maps.run(args, x, weight, kind);
-  return out;
+  return {out, sums};
 }
 
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool batch_invariant,
-                                           const MaybeTensor& ahead, bool squares) {
+                                           const MaybeTensor& ahead, bool squares,
+                                           const MaybeTensor& y_squares, double eps) {
   const Maps maps("linear_residual_", y, "y", weight);
   GemmArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
   maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
@@ -195,6 +229,7 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
   maps.aligned(x, "x");
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
   args.batch_invariant = batch_invariant;
+  maps.normed(args, y, y_squares, eps, "y_squares");
   args.x = x.mutable_data_ptr();
   if (ahead) {
     maps.rows(*ahead, "ahead", y, args.channels);

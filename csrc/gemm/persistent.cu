@@ -24,7 +24,7 @@ struct Call {
         tensor_map_of(weight, S::kGates * args.channels, args.inputs, S::kUnitChannels);
     const CUtensorMap inputs = tensor_map_of(input, args.tokens, args.inputs, S::kTokens);
     CUtensorMap side = inputs;
-    if (!S::kStepping && args.epilogue != Epilogue::logits) {
+    if (S::kGates == 1 && args.epilogue != Epilogue::logits) {
       side = tensor_map_of(args.epilogue == Epilogue::residual ? args.x : args.out, args.tokens,
                            args.channels, S::kPieceTokens);
     }
@@ -48,7 +48,7 @@ struct Call {
   // Serial split-K: BatchInvariantHeuristic has chosen one of these.
   template <class Step>
   void launch_serial_split_k(TileConfig tile, int parts) const {
-    if constexpr (!Step::kStepping) {
+    if constexpr (Step::kGates == 1) {
       if (parts == 4) return launch<PersistentShape<Step, 1, 1, 64, 4, true>>();  // each has two
       if (parts == 2) return launch<PersistentShape<Step, 1, 1, 64, 2, true>>();
       if (tile == TileConfig::persistent_192_128)
@@ -95,7 +95,7 @@ struct Call {
   }
   template <class Step, int kGroups, int kTokens>
   void launch_split_k(int parts) const {
-    if constexpr (!Step::kStepping) {
+    if constexpr (Step::kGates == 1) {
       if (parts == 2) return launch<PersistentShape<Step, kGroups, 1, kTokens, 2>>();
       if constexpr (kGroups == 1) {
         if (parts == 4) return launch<PersistentShape<Step, 1, 1, kTokens, 4>>();
@@ -110,7 +110,7 @@ struct Call {
 void gemm_persistent(const GemmConfig& config, const GemmArgs& args, const void* weight,
                      const void* input, std::optional<CellKind> cell, int device, void* stream) {
   const Call call{args, weight, input, device, static_cast<cudaStream_t>(stream)};
-  with_step(cell, [&](auto step) { call.launch_tile<decltype(step)>(config); });
+  with_step(args.epilogue, cell, [&](auto step) { call.launch_tile<decltype(step)>(config); });
 }
 
 }  // namespace cuda

@@ -116,14 +116,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       beside;
   __shared__ float scale[2][S::kTokens];
   __shared__ int slots[2][S::kStepping ? S::kTokens : 1];
-  __shared__ EpilogueOperands<S::kGates, S::kChannels> vectors[2];
+  __shared__ EpilogueOperands<S::kGates, S::kChannels, S::Step::kParameters> vectors[2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int part = S::kIsSplit ? static_cast<int>(blockIdx.z) : 0;
   const int steps = static_cast<int>((args.inputs + kStep - 1) / kStep);
   const int begin = part * steps / S::kSplitK;
   const int count = (part + 1) * steps / S::kSplitK - begin;
-  const bool residual = !S::kStepping && args.epilogue == Epilogue::residual;
-  const bool logits = !S::kStepping && args.epilogue == Epilogue::logits;
+  const bool residual = S::kGates == 1 && args.epilogue == Epilogue::residual;
+  const bool logits = S::kGates == 1 && args.epilogue == Epilogue::logits;
   const int finishing = S::kIsSplit || logits ? 0 : S::kStagesToFinish;
   const Walk walk{static_cast<int>((args.channels + S::kChannels - 1) / S::kChannels),
                   static_cast<int>((args.tokens + S::kTokens - 1) / S::kTokens)};

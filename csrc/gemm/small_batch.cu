@@ -67,7 +67,7 @@ void gemm(const GemmArgs& args, const void* weight, const void* input, std::opti
           int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  with_step(cell,
+  with_step(args.epilogue, cell,
             [&](auto step) { launch_gemm<decltype(step)>(args, weight, input, cell, device, on); });
 }
 

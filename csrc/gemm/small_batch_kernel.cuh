@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   __shared__ std::uint64_t full[S::kStages], empty[S::kStages], received;
   __shared__ float scale[S::kTokens];
   __shared__ int slots[S::kTokens];
-  __shared__ EpilogueOperands<S::kGates, S::kChannels> vectors;
+  __shared__ EpilogueOperands<S::kGates, S::kChannels, S::Step::kParameters> vectors;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int parts = gridDim.z, part = blockIdx.z;
   const bool alone = parts == 1;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                         static_cast<int>(first_channel) + quad, token, quad};
   };
   QuadPosition at = position_of(threadIdx.x), next = at;
-  Before<S::kStepping> before, coming;
+  typename S::Step::Before before, coming;
 
   // The ring becomes [tokens][rows] of this block's sums. In parts, each gets its share of the
   // tokens from all, behind its ring; what a block tells itself it writes there at once.
@@ -247,8 +247,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) y[gate][i] *= factor;
     }
-    if constexpr (S::kStepping) {
-      step_epilogue(typename S::Step::Cell{}, args, at, vectors, before, y);
+    if constexpr (S::kGates > 1) {
+      gates_epilogue(typename S::Step{}, args, at, vectors, before, y);
     } else {
       epilogue(args, at, vectors, before, y[0]);
     }

@@ -24,7 +24,7 @@ struct Tile {
   const CUtensorMap& map;  // of x or out
   const float* scale;      // of this tile's tokens
   const int* slots;
-  const EpilogueOperands<S::kGates, S::kChannels>& vectors;
+  const EpilogueOperands<S::kGates, S::kChannels, S::Step::kParameters>& vectors;
   int first_token, first_channel;
   int group;
 
@@ -52,14 +52,14 @@ struct Tile {
   __device__ __forceinline__ void epilogue(float (&sums)[kBlocks][kTokens / 2],
                                            const Staged& staged) const {
     const auto same = [](float y) { return y; };
-    if constexpr (S::kStepping) {
+    if constexpr (S::kGates > 1) {
       States first;  // on their way while gates are staged
       ask(first, 0);
 #pragma unroll
       for (int piece = 0; piece < S::kPieces; ++piece) stage<false>(sums, piece, staged, same);
       __syncwarp();
       meet_unit();
-      step(staged, first);
+      finish(staged, first);
     } else if (args.epilogue == Epilogue::logits) {
       write_logits(sums);
     } else if (args.epilogue == Epilogue::gelu) {
@@ -76,7 +76,7 @@ struct Tile {
       if (args.squares_out) write_norm_inputs<false>(staged);
     }
     fence_proxy_async();
-    if (!S::kStepping && threadIdx.x % kGroupThreads == 0) tma_wait_stores_read();
+    if (S::kGates == 1 && threadIdx.x % kGroupThreads == 0) tma_wait_stores_read();
   }
 
  private:
@@ -213,7 +213,7 @@ struct Tile {
     }
   }
 
-  // Some of the quads that a thread steps, and their states: four channels of a token each. With
+  // Some of the quads that a thread finishes, and their states: four channels of a token each. With
   // two gates a unit's channels are half of a row, so neighbouring threads take tokens whose halves
   // lie in different banks.
   static constexpr int kQuads = S::kUnitChannels / kQuad, kStride = kUnitThreads / kQuads;
@@ -221,12 +221,12 @@ struct Tile {
   static constexpr int kAtOnce = kOfUnit > 4 ? (kOfUnit + 1) / 2 : kOfUnit;
   static constexpr int kRounds = (kOfUnit + kAtOnce - 1) / kAtOnce;
   static constexpr int kUnits = (kBlocks + S::kUnitBlocks - 1) / S::kUnitBlocks;
-  using States = Before<true>[kAtOnce];
+  using States = typename S::Step::Before[kAtOnce];
 
   __device__ __forceinline__ int block_of(int round) const {
     return S::kGates == 3 ? 0 : group * kBlocks + round / kRounds;
   }
-  // Of the quad that this thread steps as number i of a round.
+  // Of the quad that this thread finishes as number i of a round.
   __device__ __forceinline__ QuadPosition quad_of(int round, int i) const {
     const int thread = threadIdx.x % kUnitThreads, quad = thread % kQuads;
     int offset = thread / kQuads;
@@ -239,13 +239,14 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const QuadPosition at = quad_of(round, i);
-      states[i].load(args, at, at.own_token < kTokens ? slots[at.own_token] : -1);
+      const bool slotted = S::kStepping && at.own_token < kTokens;
+      states[i].load(args, at, slotted ? slots[at.own_token] : -1);
     }
   }
 
   // `next`: those of the first round.
   template <class Staged>
-  __device__ __forceinline__ void step(const Staged& staged, States& next) const {
+  __device__ __forceinline__ void finish(const Staged& staged, States& next) const {
 #pragma unroll 1
     for (int round = 0; round < kUnits * kRounds; ++round) {
       States states;
@@ -269,7 +270,8 @@ struct Tile {
           pre[gate].load(reinterpret_cast<const bf16*>(
               gates[gate] + offset_of(at.own_token, row / 2) + row % 2 * 8));
         }
-        step_quad(typename S::Step::Cell{}, args, at, states[i], pre);
+        finish_gates(typename S::Step{}, args, at, vectors, at.channel - first_channel, states[i],
+                     pre);
       }
     }
   }
