@@ -1,6 +1,7 @@
 """The fused GEMMs of decode and prefill on Hopper: W x with the layer's next operation as epilogue.
 
     linear_map         y = W x / norm + bias, with GELU or as fp32 logits
+    linear_swiglu      y = silu(gate) * up of (gate | up) = W x / norm + bias
     linear_residual_   x += W y, and the inputs of the next norm
     linear_step        gate projection and one step of the recurrence
     linear_best        the LM head for greedily sampled rows: argmax, no logits
@@ -9,7 +10,8 @@
 RMSNorm(x) W^T is (x * norm_weight) W^T divided by the root mean square of each row of x. The kernel
 that writes the residual stream (`linear_residual_`, `linear_embed`) also writes the first factor,
 passed as `x`, and the sums of squares, passed as `squares`. The product's epilogue does the
-division.
+division. In the same way HGRN's step leaves the division of the norm of h to the out projection:
+W (RMSNorm(h) * norm_weight * silu(g)) is (W diag(norm_weight)) (h * silu(g)) / norm(h).
 
 Weights are prefetched while the previous kernel on the stream may still be running, so that kernel
 must not be the one that writes them. A weight must not be the result of an operator of this
@@ -75,6 +77,35 @@ def linear_map(
     return y
 
 
+def linear_swiglu(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    fixed_order: bool = False,
+) -> Tensor:
+    """Compute silu(gate) * up of gate | up = W x, divided by the norm, plus bias.
+
+    gate and up are rounded to x's dtype first, as if they had been in memory.
+
+    Args:
+        x, squares, eps: as for `linear_map`.
+        weight: [2 * channels, inputs], rows gate | up; channels a multiple of 8. Prefetched as in
+            `linear_map`.
+        bias: [2 * channels]. Prefetched like weight.
+        fixed_order: as for `linear_map`.
+
+    Returns:
+        [tokens, channels] in x's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    y: Tensor = torch.ops.minserve.linear_swiglu(x, squares, eps, weight, bias, fixed_order)
+    return y
+
+
 def linear_residual_(
     y: Tensor,
     weight: Tensor,
@@ -84,8 +115,10 @@ def linear_residual_(
     fixed_order: bool = False,
     ahead: Tensor | None = None,
     squares: bool = False,
+    y_squares: Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Add W y (+ bias) to the residual stream, and return the inputs of the next norm.
+    """Add W y / norm (+ bias) to the residual stream, and return the inputs of the next norm.
 
     They are computed from x before `ahead` is added. `ahead` is the bias of the product that is
     added to x next, by a library that adds no bias.
@@ -100,6 +133,9 @@ def linear_residual_(
         ahead: [channels], added to the rounded x after the next norm's inputs have been computed.
         squares: return sums of squares without norm_weight, too: for a norm with weights of 1,
             which reads x itself in place of x * norm_weight.
+        y_squares: float32 [inputs / 64, tokens], sums of squares of what y was made of, as
+            `linear_step` returns them: W y is divided by the root mean square. None: it is not.
+        eps: epsilon of that division.
 
     Returns:
         x * norm_weight [tokens, channels] in x's dtype, and the sums of squares of x, float32
@@ -110,7 +146,7 @@ def linear_residual_(
         RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
     """
     scaled, sums = torch.ops.minserve.linear_residual_(
-        y, weight, bias, x, norm_weight, fixed_order, ahead, squares
+        y, weight, bias, x, norm_weight, fixed_order, ahead, squares, y_squares, eps
     )
     return scaled, sums
 
@@ -127,36 +163,41 @@ def linear_step(
     linear_candidate: bool = False,
     normalize_gates: bool = True,
     fixed_order: bool = False,
-) -> Tensor:
+    lower_bound: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute the gate projection and one step of the recurrence for every row of a batch.
 
     The product of a channel's gates stays in the multiprocessor that computes it. There it is
     rounded like pre-activations in memory, and updates the channel's state as `linear_map` followed
-    by `mingru_step` or `minlstm_step` would. These may sum a product in another order, which
+    by the cell's step (`mingru_step`) would. These may sum a product in another order, which
     occasionally rounds a pre-activation the other way.
 
     Args:
         x, squares, eps: as for `linear_map`.
         weight: the rows of a cell's pre-activations: [2 * channels, inputs] = [k | v] of minGRU,
-            [3 * channels, inputs] = [f | i | v] of minLSTM; channels a multiple of 8. Prefetched
-            as in `linear_map`.
+            [3 * channels, inputs] = [f | i | v] of minLSTM, [i | f | g] of HGRN; channels a
+            multiple of 8, of HGRN of 64. Prefetched as in `linear_map`.
         bias: [rows of weight]. Prefetched like weight.
         state: float32 [num_slots, channels], rows aligned to 16 bytes; **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its h is zero. No row may
             occur twice.
-        cell: "mingru" or "minlstm".
-        linear_candidate: g(x) = x.
+        cell: "mingru", "minlstm" or "hgrn".
+        linear_candidate: g(x) = x; not for HGRN.
         normalize_gates: for minLSTM: f' + i' = 1.
         fixed_order: as for `linear_map`.
+        lower_bound: for HGRN: of the forget gate, float32 [channels], contiguous and aligned to 16
+            bytes; None is zero. Prefetched like weight.
 
     Returns:
-        h [batch, channels] in x's dtype.
+        h [batch, channels] in x's dtype, of HGRN times silu(g); and of HGRN the sums of squares of
+        h, float32 [channels / 64, batch], as `linear_residual_` takes them in `y_squares`. They are
+        of h in float32, before its gate. Of other cells they are empty.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit (slots out of range are skipped);
             `cell` is another one; NotImplementedError on the CPU.
     """
-    h: Tensor = torch.ops.minserve.linear_step(
+    out, sums = torch.ops.minserve.linear_step(
         x,
         squares,
         eps,
@@ -168,8 +209,9 @@ def linear_step(
         linear_candidate,
         normalize_gates,
         fixed_order,
+        lower_bound,
     )
-    return h
+    return out, sums
 
 
 def linear_best(
@@ -252,9 +294,28 @@ def linear_map_reference(
     return functional.gelu(y) if gelu else y
 
 
-def linear_residual_reference(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+def linear_swiglu_reference(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Reference of linear_swiglu in float64, without intermediate rounding."""
+    gate, up = scaled_product(x, squares, eps, weight, bias).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def linear_residual_reference(
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    y_squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
     """Reference of linear_residual_ in float64; returns the new x before `ahead`."""
-    return x.double() + scaled_product(y, None, 0.0, weight, bias)
+    return x.double() + scaled_product(y, y_squares, eps, weight, bias)
 
 
 def norm_inputs(x: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -277,11 +338,20 @@ def linear_step_reference(
     cell: str,
     linear_candidate: bool = False,
     normalize_gates: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Reference of linear_step in float64, without intermediate rounding: (h, the new state)."""
+    lower_bound: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of linear_step in float64, without intermediate rounding.
+
+    Returns (h, of HGRN times its gate; the sums of squares of h; the new state).
+    """
     pre = scaled_product(x, squares, eps, weight, bias)
-    flags = (linear_candidate, normalize_gates)[: CELLS[cell].flags]
-    return step_reference(cell, pre, state, slots, *flags)
+    if cell != "hgrn":
+        flags = (linear_candidate, normalize_gates)[: CELLS[cell].flags]
+        h, after = step_reference(cell, pre, state, slots, *flags)
+        return h, h.new_empty(0, len(h)), after
+    h, after = step_reference(cell, pre, state, slots, lower_bound)
+    sums = h.square().unflatten(1, (-1, SQUARE_ROWS)).sum(-1)
+    return h * functional.silu(pre[:, 2 * state.shape[1] :]), sums.t(), after
 
 
 def best_of(logits: Tensor) -> Tensor:
@@ -340,8 +410,13 @@ def _fake_residual(
     fixed_order: bool = False,
     ahead: Tensor | None = None,
     squares: bool = False,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     return _empty_norm_inputs(x, norm_weight, squares)
+
+
+def _fake_swiglu(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((len(x), len(weight) // 2))
 
 
 def _fake_step(
@@ -351,9 +426,13 @@ def _fake_step(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    slots: Tensor,
+    cell: str,
     *_: Any,
-) -> Tensor:
-    return x.new_empty((len(x), state.shape[1]))
+) -> tuple[Tensor, Tensor]:
+    channels = state.shape[1]
+    blocks = channels // SQUARE_ROWS if cell == "hgrn" else 0
+    return x.new_empty((len(x), channels)), x.new_empty((blocks, len(x)), dtype=torch.float32)
 
 
 def _fake_best(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, *_: Any) -> Tensor:
@@ -368,6 +447,7 @@ def _fake_embed(
 
 
 torch.library.register_fake("minserve::linear_map", _fake_map)
+torch.library.register_fake("minserve::linear_swiglu", _fake_swiglu)
 torch.library.register_fake("minserve::linear_residual_", _fake_residual)
 torch.library.register_fake("minserve::linear_step", _fake_step)
 torch.library.register_fake("minserve::linear_best", _fake_best)

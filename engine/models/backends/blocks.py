@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.models.language_model import LanguageModel
@@ -152,6 +153,16 @@ class _OtherShapeError(Exception):
     pass
 
 
+@torch.no_grad()
+def lower_bounds(blocks: Sequence[Block]) -> list[Tensor | None]:
+    """Return every block's lower bounds as they are now, fp32 [inner]; None: it has none."""
+    # Copies, since a block's bounds are a row of those of all.
+    return [
+        bound if bound is None else bound().to(torch.float32, copy=True)
+        for bound in (block.recurrence.lower_bound for block in blocks)
+    ]
+
+
 def compile_blocks(model: LanguageModel) -> BlockModel:
     """Return the model as blocks; it must be one (see `refusal`)."""
     program = model.program()
@@ -188,7 +199,7 @@ def _block(layer: LayerProgram) -> Block:
 class Support:
     """What the kernels of a backend compute, beside the stages that every block has."""
 
-    cells: tuple[str, ...]
+    cells: tuple[str, ...]  # at least two
     activations: tuple[Activation, ...] = ("gelu",)
     no_out: bool = False  # blocks without an out projection
     short_convs: bool = False
@@ -206,7 +217,8 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     for block in blocks:
         cell = block.recurrence.cell
         if cell not in support.cells:
-            return f"cell {cell!r}, but its kernels have only {' and '.join(support.cells)}"
+            *most, last = support.cells
+            return f"cell {cell!r}, but its kernels have only {', '.join(most)} and {last}"
         if block.mlp is not None and block.mlp.activation not in support.activations:
             return f"activation {block.mlp.activation!r} in the MLP"
         if block.out is None and not support.no_out:

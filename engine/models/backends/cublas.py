@@ -2,11 +2,12 @@
 
 For many tokens nothing multiplies faster than the library, but the work between its products would
 take half as long again as separate operators. A layer is four products and two kernels: a cell's
-step (or norm and scan), and GELU. The products themselves add to the residual stream, and the
-norms' weights have been folded into the matrices after them (engine/ops/fused_norm.py).
+step (or norm and scan, and HGRN's gated norm), and the MLP's activation. The products themselves
+add to the residual stream, and the norms' weights have been folded into the matrices after them
+(engine/ops/fused_norm.py).
 
-A caller with faster kernels for the middle of a layer, from the out projection to GELU, can pass
-them (`Middle`).
+A caller with faster kernels for the middle of a layer, from the out projection to the activation,
+can pass them (`Middle`).
 """
 
 from __future__ import annotations
@@ -21,22 +22,30 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import TunedProducts
-from engine.models.backends.blocks import Block, Mixer, compile_blocks
+from engine.models.backends.blocks import Block, Mixer, compile_blocks, lower_bounds
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
-from engine.models.backends.kernel_support import lacks_bfloat16_kernels
+from engine.models.backends.kernel_support import LAYERS_OF_KERNELS, lacks_bfloat16_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step
 from engine.ops import conv_scan, conv_step
-from engine.ops.fused_norm import normed_gelu_, normed_step_, rms_norm
+from engine.ops.fused_norm import (
+    gated_rms_norm,
+    normed_gelu_,
+    normed_step_,
+    normed_swiglu_,
+    rms_norm,
+)
 
 _Convolve = Callable[[int, Mixer, Tensor], Tensor]  # layer index, convolution, x
-_Recur = Callable[[int, Block, Tensor], Tensor]  # layer index, block, x -> h
-# block, h, x -> an MLP's hidden channels after GELU, or None without an MLP. It adds the out
-# projection with its bias to x and, once the MLP's norm has been computed, the bias of the MLP's
-# down projection.
+_Recur = Callable[
+    [int, Block, Tensor], Tensor
+]  # layer index, block, x -> the out projection's input
+# block, h, x -> an MLP's hidden channels after the activation, or None without an MLP. It adds the
+# out projection with its bias to x and, once the MLP's norm has been computed, the bias of the
+# MLP's down projection.
 Middle = Callable[[Block, Tensor, Tensor], Tensor | None]
 
 
@@ -56,7 +65,7 @@ _MOST_TOKENS_WITH_CONV = 384  # with the library's products a convolution needs 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why CublasPath cannot run `model`, whose weights are on `device`; None: it can."""
     config = model.config
-    reason = lacks_bfloat16_kernels(model, device)
+    reason = lacks_bfloat16_kernels(model, device, LAYERS_OF_KERNELS)
     if reason is not None:
         return reason
     if config.quantization is not None:
@@ -89,6 +98,7 @@ class CublasPath:
     ) -> None:
         self._model = model
         self._blocks = compile_blocks(model).blocks
+        self._lower_bounds = lower_bounds(self._blocks)
         self._eps = model.config.norm_eps
         self._products = TunedProducts(tuning)
         self._head = head
@@ -157,6 +167,7 @@ class CublasPath:
                 how.cell,
                 how.linear_candidate,
                 how.normalize_gates,
+                self._lower_bounds[index],
             )
 
         return self._read(tokens, convolve, recur, middle)
@@ -185,7 +196,10 @@ class CublasPath:
                 pre = self._products.product(normed, gates.weight)
             else:
                 pre = gates(normed)
-            h = block.operators.scan(how, pre, state[how.state][index], cu_seqlens, slots)
+            hidden, bound = state[how.state][index], self._lower_bounds[index]
+            h = block.operators.scan(how, pre, hidden, cu_seqlens, slots, bound)
+            if block.gated_norm is not None:
+                h = gated_rms_norm(h, pre[:, -block.inner :], None, self._eps)
             bias = cast("nn.Linear", block.out).bias
             if bias is not None and middle is None:
                 x += bias
@@ -215,6 +229,8 @@ class CublasPath:
             return None
         up, down = cast("nn.Linear", block.mlp.up), cast("nn.Linear", block.mlp.down)
         y = self._products.product(x, up.weight)
+        if block.mlp.activation == "swiglu":
+            return normed_swiglu_(x, self._eps, y, up.bias, down.bias)
         normed_gelu_(x, self._eps, y, up.bias, down.bias)
         return y
 

@@ -1,9 +1,10 @@
 """FusedGemmPath: a model's layers as linear maps on Hopper, each fused with its neighbours.
 
 A layer is four kernels (six with a convolution): gates and recurrence, out projection and residual,
-MLP up and GELU, MLP down and residual. Norms have no kernel of their own: a kernel that writes the
-residual stream also writes what the next norm needs. Each kernel prefetches its first weights
-before the previous one has ended.
+MLP up and activation, MLP down and residual. Norms have no kernel of their own: a kernel that
+writes the residual stream also writes what the next norm needs, and HGRN's step what the norm
+behind it needs. (In prompts, where a scan is between gates and out projection, that norm is a
+kernel.) Each kernel prefetches its first weights before the previous one has ended.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from engine.models.backends.blocks import Block, BlockModel, compile_blocks
+from engine.models.backends.blocks import Block, BlockModel, Mlp, compile_blocks, lower_bounds
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
-from engine.models.backends.kernel_support import lacks_hopper_kernels
+from engine.models.backends.kernel_support import LAYERS_OF_KERNELS, lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.language_model import LanguageModel
 from engine.models.program import Conv
 from engine.models.state import ModelState
 from engine.ops import conv_scan, conv_step
-from engine.ops.fused_norm import rms_norm
+from engine.ops.fused_norm import gated_rms_norm, rms_norm
 from engine.ops.gemm import (
     SQUARE_ROWS,
     linear_best,
@@ -31,6 +32,7 @@ from engine.ops.gemm import (
     linear_map,
     linear_residual_,
     linear_step,
+    linear_swiglu,
 )
 
 NAME = "fused_gemm"
@@ -40,14 +42,14 @@ _MOST_TOKENS = 65_535 * 128  # the largest vocabulary: the rows of a grid, a til
 
 # What `supports` requires of a model's widths, in words.
 WIDTHS = (
-    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths multiples of 8, an out projection, "
-    f"a vocabulary of up to {_MOST_TOKENS:,}"
+    f"d_model a multiple of {SQUARE_ROWS}, inner and MLP widths multiples of 8 (inner of "
+    f"{SQUARE_ROWS} with an output gate), an out projection, a vocabulary of up to {_MOST_TOKENS:,}"
 )
 
 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why FusedGemmPath cannot run `model`, whose weights are on `device`; None: it can."""
-    reason = lacks_hopper_kernels(model, device)
+    reason = lacks_hopper_kernels(model, device, LAYERS_OF_KERNELS)
     if reason is not None:
         return reason
     if model.config.quantization is not None:
@@ -59,7 +61,7 @@ def supports_widths(model: BlockModel) -> bool:
     """Return whether the widths meet WIDTHS; the out projection is not checked."""
     return (
         model.config.d_model % SQUARE_ROWS == 0
-        and model.inner % 8 == 0
+        and model.inner % (8 if model.blocks[0].gated_norm is None else SQUARE_ROWS) == 0
         and model.hidden % 8 == 0
         and model.config.vocab_size <= _MOST_TOKENS
     )
@@ -78,12 +80,13 @@ class Stream(NamedTuple):
 
 
 _Convolve = Callable[[int, Conv, Tensor], Tensor]  # layer index, convolution, x
-# layer index, block, x, its sums of squares
-_Recur = Callable[[int, Block, Tensor, Tensor], Tensor]
+# layer index, block, x, its sums of squares -> the out projection's input, and the sums of squares
+# that its product is still to be divided by; None: it is not
+_Recur = Callable[[int, Block, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class FusedGemmPath:
-    """Execution of `model`, whose layer norms must have weights of 1 (see move_norm_weights).
+    """Execution of `model`, whose layers' norms must have weights of 1 (see move_norm_weights).
 
     These norms then read the residual stream itself. With `fixed_order` a row's bits depend only on
     that row. `normed` says whether to compute what the model's last norm needs.
@@ -94,6 +97,7 @@ class FusedGemmPath:
         self._head = head
         self._fixed_order = fixed_order
         self._blocks = compile_blocks(model).blocks
+        self._lower_bounds = lower_bounds(self._blocks)
         self._eps, self._vocabulary = model.config.norm_eps, model.config.vocab_size
 
     def step(
@@ -104,9 +108,11 @@ class FusedGemmPath:
         def convolve(index: int, conv: Conv, x: Tensor) -> Tensor:
             return conv_step(x, conv.weight, conv.bias, state[conv.state][index], slots)
 
-        def recur(index: int, block: Block, scaled: Tensor, squares: Tensor) -> Tensor:
+        def recur(
+            index: int, block: Block, scaled: Tensor, squares: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
             how = block.recurrence
-            return linear_step(
+            out, of_h = linear_step(
                 scaled,
                 squares,
                 self._eps,
@@ -118,7 +124,9 @@ class FusedGemmPath:
                 how.linear_candidate,
                 how.normalize_gates,
                 self._fixed_order,
+                self._lower_bounds[index],
             )
+            return out, None if block.gated_norm is None else of_h
 
         return self._read(tokens, convolve, recur, normed)
 
@@ -136,10 +144,14 @@ class FusedGemmPath:
         def convolve(index: int, conv: Conv, x: Tensor) -> Tensor:
             return conv_scan(x, conv.weight, conv.bias, cu_seqlens, state[conv.state][index], slots)
 
-        def recur(index: int, block: Block, scaled: Tensor, squares: Tensor) -> Tensor:
+        def recur(index: int, block: Block, scaled: Tensor, squares: Tensor) -> tuple[Tensor, None]:
             how, gates = block.recurrence, block.gates
             pre = self._map(scaled, squares, gates.weight, gates.bias)
-            return block.operators.scan(how, pre, state[how.state][index], cu_seqlens, slots)
+            hidden, bound = state[how.state][index], self._lower_bounds[index]
+            h = block.operators.scan(how, pre, hidden, cu_seqlens, slots, bound)
+            if block.gated_norm is not None:
+                h = gated_rms_norm(h, pre[:, -block.inner :], None, self._eps)
+            return h, None
 
         return self._read(tokens, convolve, recur, normed)
 
@@ -193,9 +205,9 @@ class FusedGemmPath:
         if mlp is None:
             self._add(h, out, x, None)
             return None
-        up, down = cast("nn.Linear", mlp.up), cast("nn.Linear", mlp.down)
+        down = cast("nn.Linear", mlp.down)
         scaled, squares = self._add(h, out, x, mlp.norm.weight, ahead=down.bias)
-        return self._map(scaled, squares, up.weight, up.bias, gelu=True)
+        return self._activated(mlp, scaled, squares)
 
     def _read(self, tokens: Tensor, convolve: _Convolve, recur: _Recur, normed: bool) -> Stream:
         """Read tokens through all layers."""
@@ -210,17 +222,22 @@ class FusedGemmPath:
                 y = convolve(index, block.mixer.conv, x)
                 norm = block.norm.weight
                 scaled, squares = self._add(y, mix, x, norm)
-            h = recur(index, block, scaled, squares)
+            h, of_h = recur(index, block, scaled, squares)
             norm = self._norm_after_cell(index, normed)
             out = cast("nn.Linear", block.out)  # hopper.supports() has checked it
-            scaled, squares = self._add(h, out, x, norm)
+            scaled, squares = self._add(h, out, x, norm, y_squares=of_h)
             if block.mlp is not None:
-                mlp = block.mlp
-                up, down = cast("nn.Linear", mlp.up), cast("nn.Linear", mlp.down)
-                y = self._map(scaled, squares, up.weight, up.bias, gelu=True)
+                y = self._activated(block.mlp, scaled, squares)
                 norm = self._norm_after_layer(index, normed)
-                scaled, squares = self._add(y, down, x, norm)
+                scaled, squares = self._add(y, cast("nn.Linear", block.mlp.down), x, norm)
         return Stream(x, scaled, squares)
+
+    def _activated(self, mlp: Mlp, x: Tensor, squares: Tensor) -> Tensor:
+        """Compute the MLP's hidden channels after the activation."""
+        up = cast("nn.Linear", mlp.up)
+        if mlp.activation == "swiglu":
+            return linear_swiglu(x, squares, self._eps, up.weight, up.bias, self._fixed_order)
+        return self._map(x, squares, up.weight, up.bias, gelu=True)
 
     def _map(
         self, x: Tensor, squares: Tensor | None, weight: Tensor, bias: Tensor | None, **how: bool
@@ -235,13 +252,15 @@ class FusedGemmPath:
         x: Tensor,
         norm: Tensor | None,
         ahead: Tensor | None = None,
+        y_squares: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Add a product to x; return the input of a norm with this weight and its squares' sums."""
         # What is added ahead is not part of the norm's input.
         ones = ahead is None and self._is_of_ones(norm)
         weight, bias = module.weight, module.bias
         scaled, squares = linear_residual_(
-            y, weight, bias, x, None if ones else norm, self._fixed_order, ahead, ones
+            *(y, weight, bias, x, None if ones else norm, self._fixed_order, ahead, ones),
+            *(y_squares, self._eps),
         )
         return x if ones else scaled, squares
 

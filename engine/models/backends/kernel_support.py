@@ -13,6 +13,8 @@ from engine.ops import library
 
 # What every fused kernel computes at least.
 BLOCKS = Support(cells=("mingru", "minlstm"))
+# What paths of several kernels per layer compute (fused_gemm.py, cublas.py).
+LAYERS_OF_KERNELS = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
 
 
 def lacks_bfloat16_kernels(

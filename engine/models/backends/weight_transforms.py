@@ -25,14 +25,16 @@ _BLOCK = 2**24  # weights converted at once
 
 @torch.no_grad()
 def move_norm_weights(model: LanguageModel) -> None:
-    """Fold the weights of layer norms into the matrices that read them, and set them to 1.
+    """Fold the weights of layers' norms into the matrices that read them, and set them to 1.
 
-    RMSNorm(x) W^T = (x / rms) (weight * W)^T. The model computes the same except for the rounding
-    of these matrices. The previous tensors are not modified, since other models may share them.
-    Waits for the device.
+    RMSNorm(x) W^T = (x / rms) (weight * W)^T, and likewise with a gate behind the norm. The model
+    computes the same except for the rounding of these matrices. The previous tensors are not
+    modified, since other models may share them. Waits for the device.
     """
     for block in compile_blocks(model).blocks:
         _move(block.norm, cast("nn.Linear", block.gates))
+        if block.gated_norm is not None and block.out is not None:
+            _move(block.gated_norm, cast("nn.Linear", block.out))
         if block.mlp is not None:
             _move(block.mlp.norm, cast("nn.Linear", block.mlp.up))
     device = model.norm.weight.device
