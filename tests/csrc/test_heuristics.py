@@ -54,6 +54,12 @@ def test_the_gpu_test_of_fixed_orders_takes_every_form(driver: Path) -> None:
     assert shapes == len(cases)
     assert _of("fixed", every) - kinds == set()
     assert len(_of("fixed", every)) > 40
+    # SwiGLU takes those of a cell with two gates. One form of three gates has no tile of 64
+    # channels less than full.
+    gated = [(*shape, tokens) for shape in fixed_order.GATED for tokens in fixed_order.TOKENS]
+    _, kinds = _run(driver, [number for case in gated for number in case])
+    of_three = {kind for kind in _of("fixed", every) if "3 gates" in kind}
+    assert of_three - kinds == {"fixed tokens_64 3 gates shared"}
 
 
 def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
@@ -62,6 +68,9 @@ def test_the_gpu_test_of_wide_maps_takes_every_wide_form(driver: Path) -> None:
     assert shapes == len(wide_forms.SHAPES)
     assert _of("usual persistent", every) == _of("usual", kinds)
     assert len(_of("usual persistent", every)) == 23
+    _, kinds = _run(driver, [number for case in wide_forms.GATED for number in case])
+    of_three = {kind for kind in _of("usual persistent", every) if "3 gates" in kind}
+    assert of_three == {kind for kind in kinds if kind.startswith("usual persistent")} != set()
 
 
 def test_every_kernel_takes_every_form(driver: Path) -> None:
@@ -74,13 +83,23 @@ def test_every_kernel_takes_every_form(driver: Path) -> None:
     }
     assert of_fixed_alone - fixed == set()
     assert len(of_fixed_alone) == 18
+    # Of the cell with an output gate, whose channels are a multiple of 64.
+    usual = _kinds_of(driver, every_kernel.MAPS, gates=(3,), multiple=64)
+    assert {kind for kind in _of("usual", every) if "3 gates" in kind} == _of("usual", usual)
+    fixed = _kinds_of(driver, every_kernel.FIXED, gates=(3,), multiple=64)
+    assert {kind for kind in of_fixed_alone if "3 gates" in kind} - fixed == set()
 
 
-def _kinds_of(driver: Path, maps: Sequence[tuple[int, int, Sequence[int]]]) -> set[str]:
+def _kinds_of(
+    driver: Path,
+    maps: Sequence[tuple[int, int, Sequence[int]]],
+    gates: Sequence[int] = (1, 2, 3),
+    multiple: int = 8,
+) -> set[str]:
     cases = [
-        (channels, inputs, gates, tokens)
+        (-(-channels // multiple) * multiple, inputs, number, tokens)
         for channels, inputs, counts in maps
         for tokens in counts
-        for gates in (1, 2, 3)
+        for number in gates
     ]
     return _run(driver, [number for case in cases for number in case])[1]

@@ -37,6 +37,7 @@ from engine.ops.gemm import (
     linear_map,
     linear_residual_,
     linear_step,
+    linear_swiglu,
 )
 from engine.ops.library import cuda_archs
 from tests.ops.helpers import BOUND, CELL_OF, CELLS, given_options
@@ -184,7 +185,15 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
         linear_step(
             x, squares, EPS, weight, bias, state, slots, cell, True, cell == "mingru", fixed
         )
+    weight = random(2 * channels, inputs)
+    linear_swiglu(x, squares, EPS, weight, fixed_order=fixed)
+    linear_swiglu(x, squares, EPS, weight, random(2 * channels), fixed)
     width = -(-channels // SQUARE_ROWS) * SQUARE_ROWS
+    weight, state = random(3 * width, inputs), random(tokens + 2, width, dtype=torch.float32)
+    bound = random(width, dtype=torch.float32).sigmoid()
+    of_hgrn = state, slots, "hgrn", False, True, fixed
+    linear_step(x, squares, EPS, weight, None, *of_hgrn)
+    linear_step(x, squares, EPS, weight, random(3 * width), *of_hgrn, bound)
     norm = random(width)
     ids = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda")
     linear_embed(ids, random(tokens, width), None)
@@ -194,6 +203,8 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     linear_residual_(x, weight, None, stream, None, fixed)
     linear_residual_(x, weight, None, stream, None, fixed, squares=True)
     linear_residual_(x, weight, bias, stream, norm, fixed, bias)
+    of_x = random(-(-inputs // SQUARE_ROWS), tokens, dtype=torch.float32).square()
+    linear_residual_(x, weight, bias, stream, None, fixed, None, True, of_x, EPS)
     torch.cuda.synchronize()
 
 

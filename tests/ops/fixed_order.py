@@ -30,4 +30,6 @@ SHAPES = [
     (8192, 192, 3),
     (8192, 2048, 3),
 ]
+# Of the cell with an output gate, whose channels are a multiple of 64.
+GATED = [(-(-shape[0] // 64) * 64, *shape[1:]) for shape in SHAPES if shape[2] == 3]
 TOKENS = [1, 8, 9, 16, 24, 33, 64, 65, 100, 130, 170, 200, 256, 300, 512, 700, 1000, 2048]

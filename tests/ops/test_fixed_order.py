@@ -21,9 +21,10 @@ from engine.ops.gemm import (
     linear_map_reference,
     linear_residual_,
     linear_step,
+    linear_swiglu,
     norm_inputs,
 )
-from tests.ops.fixed_order import SHAPES, TOKENS
+from tests.ops.fixed_order import GATED, SHAPES, TOKENS
 from tests.ops.helpers import CELL_OF, int32
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +91,7 @@ def test_linear_step(shape: tuple[int, int, int]) -> None:
     def read(rows: slice) -> list[Tensor]:
         state = before.clone()
         slots = torch.arange(MOST, dtype=torch.int32, device="cuda")[rows].contiguous()
-        h = linear_step(
+        h, _ = linear_step(
             x[rows].contiguous(),
             squares[:, rows].contiguous(),
             EPS,
@@ -106,12 +107,45 @@ def test_linear_step(shape: tuple[int, int, int]) -> None:
     same_at_every_size(read)
 
 
+@pytest.mark.parametrize("shape", GATED, ids=str)
+def test_step_with_an_output_gate(shape: tuple[int, int, int]) -> None:
+    channels, inputs, gates = shape
+    x, squares = normed(MOST, inputs)
+    weight = noise(gates * channels, inputs, seed=1, scale=inputs**-0.5).bfloat16()
+    bias, bound = noise(gates * channels, seed=3).bfloat16(), noise(channels, seed=8).sigmoid()
+    before = noise(MOST, channels, seed=5)
+
+    def read(rows: slice) -> list[Tensor]:
+        state = before.clone()
+        slots = torch.arange(MOST, dtype=torch.int32, device="cuda")[rows].contiguous()
+        given = x[rows].contiguous(), squares[:, rows].contiguous(), EPS, weight, bias
+        out, sums = linear_step(*given, state, slots, "hgrn", fixed_order=True, lower_bound=bound)
+        return [out, sums.t(), state[rows]]
+
+    same_at_every_size(read)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in STEPS if shape[2] == 2], ids=str)
+def test_linear_swiglu(shape: tuple[int, int, int]) -> None:
+    channels, inputs, _ = shape
+    x, squares = normed(MOST, inputs)
+    weight = noise(2 * channels, inputs, seed=1, scale=inputs**-0.5).bfloat16()
+    bias = noise(2 * channels, seed=3).bfloat16()
+
+    def read(rows: slice) -> list[Tensor]:
+        given = x[rows].contiguous(), squares[:, rows].contiguous(), EPS, weight, bias
+        return [linear_swiglu(*given, fixed_order=True)]
+
+    same_at_every_size(read)
+
+
 @pytest.mark.parametrize("shape", [shape for shape in MAPS if shape[0] % 64 == 0], ids=str)
 def test_linear_residual(shape: tuple[int, int]) -> None:
     channels, inputs = shape
     y, before = noise(MOST, inputs, seed=4).bfloat16(), noise(MOST, channels, seed=6).bfloat16()
     weight = noise(channels, inputs, seed=1, scale=inputs**-0.5).bfloat16()
     norm = (1 + 0.2 * noise(channels, seed=7)).bfloat16()
+    of_y = noise(-(-inputs // 64), MOST, seed=8).square()
 
     def read(rows: slice) -> list[Tensor]:
         x = before[rows].clone()  # changed in place
@@ -122,7 +156,14 @@ def test_linear_residual(shape: tuple[int, int]) -> None:
         _, of_unscaled = linear_residual_(
             y[rows].contiguous(), weight, None, unscaled, None, fixed_order=True, squares=True
         )
-        return [x, scaled, squares.t(), unscaled, of_unscaled.t()]
+        divided = before[rows].clone()
+        linear_residual_(
+            *(y[rows].contiguous(), weight, None, divided, None),
+            fixed_order=True,
+            y_squares=of_y[:, rows].contiguous(),
+            eps=EPS,
+        )
+        return [x, scaled, squares.t(), unscaled, of_unscaled.t(), divided]
 
     same_at_every_size(read)
 

@@ -1,4 +1,4 @@
-"""linear_map, linear_step, linear_residual_ and linear_embed against float64, in every form.
+"""The linear maps of a layer against float64, in every form.
 
 The forms differ in the number of tokens and in whether blocks share the inputs
 (csrc/gemm/heuristics.h), so both vary here, with widths that no tile divides.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from engine.ops import mingru_step, minlstm_step
+from engine.ops import hgrn_step, mingru_step, minlstm_step
 from engine.ops.gemm import (
     SQUARE_ROWS,
     linear_embed,
@@ -20,6 +21,8 @@ from engine.ops.gemm import (
     linear_residual_reference,
     linear_step,
     linear_step_reference,
+    linear_swiglu,
+    linear_swiglu_reference,
     norm_inputs,
 )
 from tests.ops.helpers import CELL_OF, CELLS, exact
@@ -98,8 +101,9 @@ def test_linear_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None
         slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
         slots[tokens // 2] = -1 if tokens > 1 else slots[0]
         state = pool.clone()
-        h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
-        expected, after = linear_step_reference(
+        h, sums = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
+        assert sums.shape == (0, tokens)
+        expected, _, after = linear_step_reference(
             x, squares, EPS, weight, bias, pool, slots, cell, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
@@ -108,6 +112,87 @@ def test_linear_step(tokens: int, cell: str, options: tuple[bool, bool]) -> None
         untouched = [row for row in range(rows) if row not in slots.tolist()]
         assert torch.equal(state[untouched], pool[untouched])
         assert not h[slots < 0].any()
+
+
+def lower_bound_of(channels: int) -> Tensor:
+    return exact(channels, seed=9).abs().clamp(max=0.96875).to("cuda", torch.float32)
+
+
+@pytest.mark.parametrize("bounds", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_step_with_an_output_gate(tokens: int, bounds: bool) -> None:
+    for channels, inputs in (
+        (64, 64),
+        (192, 384),
+        (1152, 768),
+        (2048, 1032),
+        (2048, 2048),
+        (3072, 2048),
+    ):
+        x, squares = normed(tokens, inputs)
+        weight = on_gpu(exact(3 * channels, inputs, seed=1, scale=inputs**-0.5))
+        bias = on_gpu(exact(3 * channels, seed=3)) if bounds else None
+        bound = lower_bound_of(channels) if bounds else None
+        rows = tokens + 5
+        pool = exact(rows, channels, seed=4).to("cuda", torch.float32)
+        slots = torch.randperm(rows)[:tokens].to("cuda", torch.int32)
+        slots[tokens // 2] = -1 if tokens > 1 else slots[0]
+        state = pool.clone()
+        out, sums = linear_step(
+            x, squares, EPS, weight, bias, state, slots, "hgrn", lower_bound=bound
+        )
+        expected, _, after = linear_step_reference(
+            x, squares, EPS, weight, bias, pool, slots, "hgrn", lower_bound=bound
+        )
+        # As in test_linear_step; h's error is multiplied by a gate.
+        torch.testing.assert_close(out.double(), expected, rtol=0.04, atol=0.15)
+        torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.05)
+        h = state[slots.clamp(min=0).long()].masked_fill((slots < 0).unsqueeze(1), 0)
+        _, of_h = norm_inputs(h, torch.ones_like(h[0]))
+        torch.testing.assert_close(sums, of_h, rtol=1e-5, atol=1e-6)
+        untouched = [row for row in range(rows) if row not in slots.tolist()]
+        assert torch.equal(state[untouched], pool[untouched])
+        assert not out[slots < 0].any()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 40, 300])
+def test_a_step_with_an_output_gate_is_map_step_and_gate(tokens: int) -> None:
+    channels, inputs = 384, 384
+    x, squares = normed(tokens, inputs)
+    weight = on_gpu(exact(3 * channels, inputs, seed=1, scale=0.05))
+    bias, bound = on_gpu(exact(3 * channels, seed=3)), lower_bound_of(channels)
+    state = exact(tokens, channels, seed=4).to("cuda", torch.float32)
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    apart = state.clone()
+    out, _ = linear_step(x, squares, EPS, weight, bias, state, slots, "hgrn", lower_bound=bound)
+    pre = linear_map(x, squares, EPS, weight, bias)
+    hgrn_step(pre, apart, slots, bound)
+    gated = apart * functional.silu(pre[:, 2 * channels :].float())
+    # As in test_a_step_is_map_and_step; SiLUs differ in their last bits.
+    assert (out != gated.bfloat16()).float().mean() < 0.03
+    torch.testing.assert_close(out.float(), gated, rtol=0.02, atol=0.03)
+    torch.testing.assert_close(state, apart, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(72, 64), (384, 384), (200, 1536), (2048, 1032), (5632, 2048), (17000, 192)],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_linear_swiglu(shape: tuple[int, int], tokens: int) -> None:
+    channels, inputs = shape
+    x, squares = normed(tokens, inputs)
+    weight = on_gpu(exact(2 * channels, inputs, seed=1, scale=inputs**-0.5))
+    bias = on_gpu(exact(2 * channels, seed=3))
+    for with_bias in (None, bias):
+        got = linear_swiglu(x, squares, EPS, weight, with_bias)
+        # Of gates far below zero SiLU's relative error is some times that of the rounded gate.
+        expected = linear_swiglu_reference(x, squares, EPS, weight, with_bias)
+        torch.testing.assert_close(got.double(), expected, rtol=0.03, atol=2e-3)
+        gate, up = linear_map(x, squares, EPS, weight, with_bias).float().chunk(2, dim=1)
+        apart = (functional.silu(gate) * up).bfloat16()
+        assert (got != apart).float().mean() < 0.03
 
 
 @pytest.mark.parametrize("options", [(False, True), (True, True), (False, False)], ids=str)
@@ -124,7 +209,7 @@ def test_a_step_is_map_and_step(tokens: int, cell: str, options: tuple[bool, boo
     state = exact(tokens, channels, seed=4).to("cuda", torch.float32)
     slots = torch.arange(tokens, dtype=torch.int32, device="cuda")
     apart = state.clone()
-    h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
+    h, _ = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
     pre = linear_map(x, squares, EPS, weight, bias)
     if cell == "mingru":
         expected = mingru_step(pre, apart, slots, options[0])
@@ -136,9 +221,9 @@ def test_a_step_is_map_and_step(tokens: int, cell: str, options: tuple[bool, boo
     torch.testing.assert_close(state, apart, rtol=0.02, atol=0.03)
 
 
-@pytest.mark.parametrize("cell", list(CELL_OF.values()))
+@pytest.mark.parametrize("cell", list(CELLS))
 def test_rows_of_state_lie_apart_and_slots_may_miss_them(cell: str) -> None:
-    gates, channels, inputs, rows = CELLS[cell], 72, 128, 6
+    gates, channels, inputs, rows = CELLS[cell], 64 if cell == "hgrn" else 72, 128, 6
     x, squares = normed(5, inputs)
     weight = on_gpu(exact(gates * channels, inputs, seed=1, scale=0.05))
     pool = exact(rows, channels + 8, seed=4).to("cuda", torch.float32)
@@ -146,10 +231,11 @@ def test_rows_of_state_lie_apart_and_slots_may_miss_them(cell: str) -> None:
     spaced = torch.zeros(5, 2, dtype=torch.int32, device="cuda")
     spaced[:, 0] = named
     plain = pool[:, 4:-4].contiguous()
-    expected = linear_step(x, squares, EPS, weight, None, plain, named, cell)
+    expected, sums = linear_step(x, squares, EPS, weight, None, plain, named, cell)
+    assert not sums[:, [1, 2, 4]].any()
     assert not expected[[1, 2, 4]].any() and expected[[0, 3]].any()
     whole = pool.clone()
-    h = linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0], cell)
+    h, _ = linear_step(x, squares, EPS, weight, None, whole[:, 4:-4], spaced[:, 0], cell)
     assert torch.equal(h, expected) and torch.equal(whole[:, 4:-4], plain)
     assert torch.equal(whole[:, :4], pool[:, :4]) and torch.equal(whole[:, -4:], pool[:, -4:])
     assert torch.equal(whole[[1, 2, 4, 5]], pool[[1, 2, 4, 5]])
@@ -186,6 +272,10 @@ def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
     more = before.clone()
     linear_residual_(y, weight, bias, more, None, ahead=ahead)
     assert torch.equal(more, x + ahead)
+    of_y = exact(-(-inputs // SQUARE_ROWS), tokens, seed=9).square().to("cuda", torch.float32)
+    more = before.clone()
+    linear_residual_(y, weight, bias, more, norm, y_squares=of_y, eps=0.5)
+    close(more, linear_residual_reference(y, weight, bias, before, of_y, 0.5))
     x = before.clone()
     scaled, squares = linear_residual_(y, weight, None, x, None)
     assert scaled.shape == (0, channels) and squares.shape == (0, tokens)
@@ -263,16 +353,18 @@ def test_opcheck() -> None:
         given = (x, squares, EPS, weight, bias, gelu, logits)
         check(operators.linear_map.default, given)
         check(operators.linear_map.default, (*given, True))
-    check(
-        operators.linear_step.default,
-        (x, squares, EPS, weight, bias, state, slots, "mingru", False, True),
-    )
+    check(operators.linear_step.default, (x, squares, EPS, weight, bias, state, slots, "mingru"))
+    of_three = on_gpu(exact(3 * channels, channels, seed=1, scale=0.1))
+    gated = (x, squares, EPS, of_three, None, state, slots, "hgrn", False, True, True)
+    check(operators.linear_step.default, (*gated, lower_bound_of(channels)))
+    check(operators.linear_swiglu.default, (x, squares, EPS, weight, bias))
     for norm in (bias[:channels], None):
         residual = on_gpu(exact(tokens, channels, seed=6))
         given = (x, weight[:channels], bias[:channels], residual, norm)
         check(operators.linear_residual_.default, given)
         check(operators.linear_residual_.default, (*given, False, bias[channels:]))
         check(operators.linear_residual_.default, (*given[:4], None, False, None, True))
+        check(operators.linear_residual_.default, (*given, False, None, False, squares, EPS))
         check(operators.linear_embed.default, (slots, weight, norm))
         check(operators.linear_embed.default, (slots, weight, None, True))
 
@@ -302,6 +394,20 @@ def test_bad_arguments_are_told() -> None:
         linear_map(x, squares, EPS, weight, None, True, True)
     with pytest.raises(RuntimeError, match="2 rows for each"):
         linear_step(x, squares, EPS, weight, None, state[:, :16].contiguous(), slots, "mingru")
+    with pytest.raises(RuntimeError, match="has no lower_bound"):
+        bound = torch.zeros(32, device="cuda")
+        linear_step(x, None, EPS, weight, None, state, slots, "mingru", lower_bound=bound)
+    wide = on_gpu(exact(192, 128, seed=1)), None, torch.zeros(4, 64, device="cuda"), slots, "hgrn"
+    with pytest.raises(RuntimeError, match="lower_bound must be float32"):
+        linear_step(x, None, EPS, *wide, lower_bound=torch.zeros(63, device="cuda"))
+    with pytest.raises(RuntimeError, match="lower_bound must begin at a multiple of 16"):
+        linear_step(x, None, EPS, *wide, lower_bound=torch.zeros(65, device="cuda")[1:])
+    with pytest.raises(RuntimeError, match="channels of the cell hgrn must be a multiple of 64"):
+        linear_step(x, None, EPS, wide[0][:96], None, state, slots, "hgrn")
+    with pytest.raises(RuntimeError, match="as many rows of gates as of ups"):
+        linear_swiglu(x, squares, EPS, weight[:40])
+    with pytest.raises(RuntimeError, match="y_squares must be"):
+        linear_residual_(x, weight, None, x[:, :64].contiguous(), None, y_squares=squares[:1])
     with pytest.raises(RuntimeError, match="multiple of 64"):
         linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
     square = on_gpu(exact(128, 128, seed=1))

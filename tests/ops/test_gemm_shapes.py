@@ -13,8 +13,9 @@ from engine.ops.gemm import (
     linear_map,
     linear_residual_,
     linear_step,
+    linear_swiglu,
 )
-from tests.ops.helpers import CELL_OF, CELLS
+from tests.ops.helpers import CELLS
 
 ROWS, INPUTS, CHANNELS = 5, 128, 192
 EPS = 1e-6
@@ -44,12 +45,18 @@ def test_linear_map(fixed_order: bool) -> None:
     assert like(logits) == ([ROWS, CHANNELS], torch.float32)
 
 
-@pytest.mark.parametrize("cell", list(CELL_OF.values()))
+@pytest.mark.parametrize("cell", list(CELLS))
 def test_linear_step(cell: str) -> None:
     state, slots = meta(9, CHANNELS, dtype=torch.float32), meta(ROWS, dtype=torch.int32)
     weight = meta(CELLS[cell] * CHANNELS, INPUTS)
-    h = linear_step(X, SQUARES, EPS, weight, None, state, slots, cell)
+    h, sums = linear_step(X, SQUARES, EPS, weight, None, state, slots, cell)
     assert like(h) == ([ROWS, CHANNELS], torch.bfloat16)
+    assert like(sums) == (SUMS if cell == "hgrn" else NO_SUMS)
+
+
+def test_linear_swiglu() -> None:
+    y = linear_swiglu(X, SQUARES, EPS, meta(2 * CHANNELS, INPUTS), None, fixed_order=True)
+    assert like(y) == ([ROWS, CHANNELS], torch.bfloat16)
 
 
 def test_linear_best() -> None:
@@ -69,7 +76,9 @@ def test_linear_best() -> None:
 def test_what_the_next_norm_reads(norm: bool, squares: bool, scaled: object, sums: object) -> None:
     norm_weight = meta(CHANNELS) if norm else None
     stream = meta(ROWS, CHANNELS)
-    given = linear_residual_(X, WEIGHT, None, stream, norm_weight, squares=squares)
+    given = linear_residual_(
+        *(X, WEIGHT, None, stream, norm_weight), squares=squares, y_squares=SQUARES, eps=EPS
+    )
     assert [*map(like, given)] == [scaled, sums]
     ids = meta(ROWS, dtype=torch.int32)
     x, *given = linear_embed(ids, meta(300, CHANNELS), norm_weight, squares)

@@ -14,11 +14,13 @@ from engine.ops.gemm import (
     linear_residual_reference,
     linear_step,
     linear_step_reference,
+    linear_swiglu,
+    linear_swiglu_reference,
     norm_inputs,
 )
 from tests.ops.helpers import CELL_OF, exact
-from tests.ops.test_gemm import EPS, close, normed, on_gpu
-from tests.ops.wide_forms import SHAPES
+from tests.ops.test_gemm import EPS, close, lower_bound_of, normed, on_gpu
+from tests.ops.wide_forms import GATED, SHAPES
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +71,10 @@ def test_linear_residual(shape: Shape) -> None:
     assert torch.equal(beside[0], scaled) and torch.equal(beside[1], squares)
     linear_residual_(y, weight, bias, alone, None, ahead=ahead)
     assert torch.equal(more, x + ahead) and torch.equal(alone, more)
+    of_y = exact(-(-inputs // 64), tokens, seed=9).square().to("cuda", torch.float32)
+    more = before.clone()
+    linear_residual_(y, weight, bias, more, None, y_squares=of_y, eps=0.5)
+    close(more, linear_residual_reference(y, weight, bias, before, of_y, 0.5))
 
 
 @pytest.mark.parametrize("shape", STEPS, ids=str)
@@ -86,8 +92,8 @@ def test_linear_step(shape: Shape) -> None:
     for linear_candidate, normalize_gates in ((False, True), (True, cell == "mingru")):
         options = linear_candidate, normalize_gates
         state = pool.clone()
-        h = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
-        expected, after = linear_step_reference(
+        h, _ = linear_step(x, squares, EPS, weight, bias, state, slots, cell, *options)
+        expected, _, after = linear_step_reference(
             x, squares, EPS, weight, bias, pool, slots, cell, *options
         )
         # Pre-activations, of up to 8 or so, are rounded by 0.016 before the gates.
@@ -95,6 +101,36 @@ def test_linear_step(shape: Shape) -> None:
         torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.05)
         assert torch.equal(state[~named], pool[~named])
         assert not h[slots < 0].any()
+
+
+@pytest.mark.parametrize("shape", GATED, ids=str)
+def test_step_with_an_output_gate(shape: Shape) -> None:
+    channels, inputs, _, tokens = shape
+    x, squares = normed(tokens, inputs)
+    weight, bias = weights_of(shape)
+    bound = lower_bound_of(channels)
+    pool = exact(tokens, channels, seed=4).to("cuda", torch.float32)
+    slots = torch.arange(tokens, dtype=torch.int32, device="cuda").flip(0)
+    slots[tokens // 2] = -1
+    state = pool.clone()
+    out, sums = linear_step(x, squares, EPS, weight, bias, state, slots, "hgrn", lower_bound=bound)
+    expected, _, after = linear_step_reference(
+        x, squares, EPS, weight, bias, pool, slots, "hgrn", lower_bound=bound
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=0.04, atol=0.15)
+    torch.testing.assert_close(state.double(), after, rtol=0.03, atol=0.05)
+    h = state[slots.clamp(min=0).long()].masked_fill((slots < 0).unsqueeze(1), 0)
+    torch.testing.assert_close(sums, norm_inputs(h, bound)[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in STEPS if shape[2] == 2], ids=str)
+def test_linear_swiglu(shape: Shape) -> None:
+    _, inputs, _, tokens = shape
+    x, squares = normed(tokens, inputs)
+    weight, bias = weights_of(shape)
+    got = linear_swiglu(x, squares, EPS, weight, bias)
+    expected = linear_swiglu_reference(x, squares, EPS, weight, bias)
+    torch.testing.assert_close(got.double(), expected, rtol=0.03, atol=2e-3)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in MAPS if shape[1] % 64 == 0], ids=str)
