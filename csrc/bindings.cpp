@@ -204,10 +204,10 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "str kind, float eps, bool linear_candidate=False, bool normalize_gates=True, "
       "bool fixed_order=False) -> Tensor");
   // rows that a batch of such a plan may have on a GPU of so many multiprocessors; 0: the kernel
-  // does not take it, and why
+  // does not take it, and why; bytes of `exchange` for every eight rows
   m.def(
       "whole_step_most_rows(Tensor plan, int weight_type, str cell, bool fixed_order, "
-      "int multiprocessors) -> (int rows, str refusal)");
+      "int multiprocessors) -> (int rows, str refusal, int exchange_bytes)");
   // the same of up to about a hundred sequences and a small model: packed as
   // engine/ops/cluster_decode.py packs weights, plan says which of the vectors each layer has.
   // Without a head (vocabulary 0, norm the last one's weight) -> hidden states [batch, width]

@@ -70,11 +70,9 @@ std::tuple<std::int64_t, std::int64_t> cell_traits(const std::string& cell);
 
 // Of the kernels for Hopper, what every build knows: which models they take.
 std::int64_t linear_one_part_rows();
-std::tuple<std::int64_t, std::string> persistent_decode_most_rows(const Tensor& plan,
-                                                                  std::int64_t weight_type,
-                                                                  const std::string& cell,
-                                                                  bool batch_invariant,
-                                                                  std::int64_t multiprocessors);
+std::tuple<std::int64_t, std::string, std::int64_t> persistent_decode_most_rows(
+    const Tensor& plan, std::int64_t weight_type, const std::string& cell, bool batch_invariant,
+    std::int64_t multiprocessors);
 std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std::int64_t inner,
                                    std::int64_t hidden, std::int64_t taps);
 

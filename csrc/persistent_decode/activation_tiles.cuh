@@ -46,6 +46,29 @@ __device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords],
   } while (!__all_sync(0xffffffffu, all));
 }
 
+// The same for words and a number of each that says for itself whether it has been written, which
+// are at sum_at(0), sum_at(1), ...
+template <int kWords, class AddressOf, class SumAt, class Number>
+__device__ __forceinline__ void wait_for_words(uint4 (&words)[kWords], Number (&sums)[kWords],
+                                               const AddressOf& address_of, const SumAt& sum_at) {
+  bool all;
+  do {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (!written(words[i])) words[i] = load_words(address_of(i));
+      if (!written(sums[i])) load_number(sums[i], sum_at(i));
+    }
+    all = true;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) all = all && written(words[i]) && written(sums[i]);
+  } while (!__all_sync(0xffffffffu, all));
+}
+
+// What a product's inputs have a norm of, for which a warp adds up squares of its blocks: of
+// nothing, of themselves, or of a cell's outputs before they were gated, whose sums of squares lie
+// in the exchange too.
+enum class NormOf { nothing, inputs, outputs };
+
 // Adds to the diagonal of a square of sums, whose rows and columns are quads of lanes, the squares
 // of the numbers in two words of each lane.
 __device__ __forceinline__ void add_squares(float (&sums)[4], unsigned x, unsigned y) {
@@ -74,12 +97,16 @@ __device__ __forceinline__ void add_squares(float& sum, const uint4& words) {
     sum = fmaf(number, number, sum);
   }
 }
-// Of the token of each quad of lanes, which have a part of its sum of squares each.
-__device__ __forceinline__ void tell_squares(float* squares, float sum) {
+// Of the token of each quad of lanes, which have a part of its sum of squares each; more: to those
+// of inputs that came before.
+template <bool kMore = false>
+__device__ __forceinline__ void tell_squares(float* squares, float sum, bool more = false) {
   const int lane = threadIdx.x % 32;
   sum += __shfl_xor_sync(0xffffffffu, sum, 1);
   sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-  if (lane % 4 == 0) squares[lane / 4] = sum;
+  if (lane % 4 != 0) return;
+  if (kMore && more) sum += squares[lane / 4];
+  squares[lane / 4] = sum;
 }
 
 // All inputs, or with kPieces as many from block `first` on as are here at a time. A lane has every
@@ -87,7 +114,7 @@ __device__ __forceinline__ void tell_squares(float* squares, float sum) {
 //
 // Sums of squares: of all blocks of this warp, [token], or in batch-invariant mode of every block
 // of the product's inputs by itself, [block][token].
-template <WeightType kType, bool kNorm, bool kBatchInvariant, bool kPieces>
+template <WeightType kType, NormOf kNormOf, bool kBatchInvariant, bool kPieces>
 __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
                                            const DecodePhase& phase, int first,
                                            const unsigned char* set, unsigned char* own,
@@ -96,17 +123,23 @@ __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
   constexpr int kAtOnce = kWords / kEach;            // blocks
   constexpr int kStep = kMmaWarps * kBlock / kUnit;  // units to this warp's next block
   constexpr int kLine = bytes_of_unit(false);
+  constexpr bool kNorm = kNormOf == NormOf::inputs, kOutputs = kNormOf == NormOf::outputs;
+  constexpr bool kSquared = kNorm || kOutputs;
+  using Told = std::conditional_t<kBatchInvariant, float2, float>;  // of a unit's squares
+  constexpr int kToldLine = bytes_of_squares(kBatchInvariant);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4;
   const bool real = token < args.batch;
   if (!kPieces) first = 0;
   const int blocks = phase.inputs / kBlock - first;
   const int first_unit = (first + warp) * kBlock / kUnit + lane % 4;
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
+  const unsigned char* sums_from =
+      kOutputs ? set + phase.squares + first_unit * kToldLine + token * sizeof(Told) : nullptr;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   unsigned char* to = own + (lane % 4 * args.batch + token) * 16;
   const int of_word = 4 * args.batch * 16, of_block = kMmaWarps * kEach * of_word;
   float squared = 0.0f;
-  if (kNorm && kBatchInvariant) squares += warp * kColumns;
+  if (kSquared && kBatchInvariant) squares += warp * kColumns;
 #pragma unroll 1
   for (int left = (kPieces ? min(blocks, phase.at_once) : blocks) - warp; left > 0;
        left -= kAtOnce * kMmaWarps) {
@@ -122,12 +155,25 @@ __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = real && there(i) ? missing() : uint4{};
-    wait_for_words(words,
-                   [&](int i) { return from + (i / kEach * kStep + i % kEach * 4) * kLine; });
+    const auto unit_of = [](int i) { return i / kEach * kStep + i % kEach * 4; };
+    const auto address_of = [&](int i) { return from + unit_of(i) * kLine; };
+    Told told[kOutputs ? kWords : 1];
+    if constexpr (kOutputs) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) told[i] = real && there(i) ? missing_number<Told>() : Told{};
+      wait_for_words(words, told, address_of,
+                     [&](int i) { return sums_from + unit_of(i) * kToldLine; });
+    } else {
+      wait_for_words(words, address_of);
+    }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (!there(i)) continue;
-      if (kNorm && kBatchInvariant) {
+      if constexpr (kOutputs && kBatchInvariant) {
+        of_quads[i / kEach][0] += told[i].x, of_quads[i / kEach][1] += told[i].y;
+      } else if constexpr (kOutputs) {
+        squared += told[i];
+      } else if (kNorm && kBatchInvariant) {
         const unsigned x[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -147,7 +193,7 @@ __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
         *reinterpret_cast<uint4*>(to + i / kEach * of_block + i % kEach * of_word) = words[i];
       }
     }
-    if (kNorm && kBatchInvariant) {
+    if (kSquared && kBatchInvariant) {
       // In the order of write_residual() (gemm/epilogue.cuh): quads 8, 4, 2 and 1 apart.
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -164,9 +210,10 @@ __device__ __forceinline__ void take_whole(const PersistentDecodeArgs& args,
       squares += kAtOnce * kMmaWarps * kColumns;
     }
     from += kAtOnce * kStep * kLine;
+    if (kOutputs) sums_from += kAtOnce * kStep * kToldLine;
     to += kAtOnce * of_block;
   }
-  if (kNorm && !kBatchInvariant) tell_squares(squares, squared);
+  if (kSquared && !kBatchInvariant) tell_squares<kOutputs && kPieces>(squares, squared, first > 0);
   __syncwarp();
 }
 
@@ -225,12 +272,14 @@ __device__ __forceinline__ unsigned larger(unsigned x, unsigned y) {
 }
 
 // A lane has a unit of a block. The halves of a warp have a token each, or a block of one token.
-template <WeightType kType, bool kNorm>
+template <WeightType kType, NormOf kNormOf>
 __device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
                                            const DecodePhase& phase, const unsigned char* set,
                                            unsigned char* own, float* squares) {
   constexpr int kAtOnce = 2, kUnits = inputs_of_block(kType) / kUnit, kLine = bytes_of_unit(true);
   static_assert(kUnits == 16 && kMostSplit == 2, "a unit for each lane of a half");
+  constexpr bool kNorm = kNormOf == NormOf::inputs, kOutputs = kNormOf == NormOf::outputs;
+  constexpr int kToldLine = bytes_of_squares(false);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, unit = lane % kUnits;
   const int half = lane / kUnits;
   const bool alone = args.batch == 1;
@@ -243,7 +292,9 @@ __device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
   const unsigned char* from = set + phase.in + first_unit * kLine + token * 16;
   const uint4* weights = static_cast<const uint4*>(phase.norm) + first_unit;
   own += beside * of_block;
-  float squared[4] = {};
+  const unsigned char* sums_from =
+      kOutputs ? set + phase.squares + first_unit * kToldLine + token * 4 : nullptr;
+  float squared[4] = {}, told_sum = 0.0f;
 #pragma unroll 1
   for (int left = phase.inputs / inputs_of_block(kType) - warp; left > 0; left -= kAtOnce * step) {
     const auto there = [&](int i) { return left - beside > i * step; };
@@ -253,7 +304,19 @@ __device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
       words[i] = there(i) ? missing() : uint4{};
       if (kNorm) norm[i] = there(i) ? __ldg(weights + i * step * kUnits) : uint4{};
     }
-    wait_for_words(words, [&](int i) { return from + i * step * (kUnits * kLine); });
+    const auto address_of = [&](int i) { return from + i * step * (kUnits * kLine); };
+    if constexpr (kOutputs) {
+      float told[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) told[i] = there(i) ? missing_number<float>() : 0.0f;
+      wait_for_words(words, told, address_of,
+                     [&](int i) { return sums_from + i * step * (kUnits * kToldLine); });
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) told_sum += told[i];
+      sums_from += kAtOnce * step * (kUnits * kToldLine);
+    } else {
+      wait_for_words(words, address_of);
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (left <= i * step) continue;
@@ -292,8 +355,8 @@ __device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
     weights += kAtOnce * step * kUnits;
     own += kAtOnce * bytes_of_step;
   }
-  if (kNorm) {
-    float sum = of_diagonal(squared);
+  if (kNorm || kOutputs) {
+    float sum = kOutputs ? told_sum : of_diagonal(squared);
 #pragma unroll
     for (int distance = kUnits / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -304,16 +367,16 @@ __device__ __forceinline__ void take_split(const PersistentDecodeArgs& args,
   __syncwarp();
 }
 
-template <WeightType kType, bool kSplit, bool kNorm, bool kPieces>
+template <WeightType kType, bool kSplit, NormOf kNormOf, bool kPieces>
 __device__ __forceinline__ void take_inputs(const PersistentDecodeArgs& args,
                                             const DecodePhase& phase, int first,
                                             const unsigned char* set, unsigned char* own,
                                             float* squares) {
   if constexpr (kSplit) {
     static_assert(!kPieces);
-    take_split<kType, kNorm>(args, phase, set, own, squares);
+    take_split<kType, kNormOf>(args, phase, set, own, squares);
   } else {
-    take_whole<kType, kNorm, false, kPieces>(args, phase, first, set, own, squares);
+    take_whole<kType, kNormOf, false, kPieces>(args, phase, first, set, own, squares);
   }
 }
 

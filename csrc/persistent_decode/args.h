@@ -10,7 +10,7 @@ namespace minserve {
 
 // What is made of a product's rows. `embed` has no product: it looks rows of a table up. The
 // numbers are also those of the plan that Python writes (engine/ops/persistent_decode.py).
-enum class PhaseKind : int { embed, residual, gates, gelu, logits };
+enum class PhaseKind : int { embed, residual, gates, gelu, logits, swiglu };
 
 // What all weights of products are.
 enum class WeightType : int { bf16, int8, fp8 };  // fp8: e4m3
@@ -39,10 +39,16 @@ struct DecodePhase {
   std::int32_t shift;  // the block whose number this is has the first ones
   std::int32_t parts;  // in batch-invariant mode: of the inputs, each summed from zero
   // Blocks of the inputs that are in shared memory at a time: all of them but where some inputs
-  // come in pieces, each of which adds to the sums of those before. There are none of a norm's.
+  // come in pieces, each of which adds to the sums of those before. There are none of a norm
+  // that sums their squares.
   std::int32_t at_once;
   // Where in a column tile's set of the exchange, in bytes: units, [tokens, 8] in bfloat16 each.
   std::int32_t in, out;
+  // Of a cell whose outputs are gated and normed, in the exchange as well: sums of squares of these
+  // outputs, which `gates` writes and the residual phase after it divides by. Else 0.
+  std::int32_t squares;
+  const float* bound;       // gates: the cell's parameter, [channels], or null: zeros
+  const void* output_norm;  // gates: weights of that norm, [channels], or null: ones
 };
 
 constexpr int kUnit = 8;         // channels
@@ -69,6 +75,12 @@ constexpr int kMostPieces = 4;  // of inputs, in batch-invariant mode: each has 
 constexpr int kTaking = 16;     // warps, each of which takes every so manyth block of inputs
 constexpr int kUnitLine = kUnit * kColumns * 2;  // bytes: 128, as a line of the caches
 
+// Sums of squares of a unit: of eight channels of each token, or in batch-invariant mode of four
+// and four, fp32 [units][tokens] or [units][tokens][2].
+constexpr int bytes_of_squares(bool batch_invariant) {
+  return kColumns * 4 * (batch_invariant ? 2 : 1);
+}
+
 // Whether 8-bit weights are multiplied as they are, by inputs in two 8-bit parts
 // (activation_tiles.cuh). To widen weights is a work per weight, to split inputs one per token.
 constexpr int kMostSplit = 2;  // tokens
@@ -94,7 +106,7 @@ constexpr int bytes_of_block(WeightType type, bool split, int rows) {
 }
 
 // The cells that a model may have.
-using PersistentDecodeCells = CellList<CellKind::mingru, CellKind::minlstm>;
+using PersistentDecodeCells = CellList<CellKind::mingru, CellKind::minlstm, CellKind::hgrn>;
 
 struct PersistentDecodeArgs {
   int phases = 0;

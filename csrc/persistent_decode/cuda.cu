@@ -19,10 +19,11 @@ int attribute(cudaDeviceAttr which, int device, const char* what) {
 template <template <class> class CellOf, bool kAny, WeightType kType, bool kSplit,
           bool kBatchInvariant, bool kPieces, int kColumnTiles>
 void launch(PersistentDecodeArgs& args, int device, cudaStream_t on) {
-  using OfBlock = persistent::Shared<CellOf<float>::kInputs, kSplit, kBatchInvariant, kColumnTiles>;
+  using Cell = CellOf<float>;
+  using OfBlock = persistent::Shared<Cell, kSplit, kBatchInvariant, kColumnTiles>;
   // Of a Hopper's 227 KiB for a block.
   static_assert(227 * 1024 - static_cast<int>(sizeof(OfBlock)) -
-                        input_room(CellOf<float>::kInputs, kColumnTiles * kColumns) >=
+                        input_room(Cell::kPreactivations, kColumnTiles * kColumns) >=
                     persistent::kFewestStages * persistent::kStageBytes,
                 "room for weights, whatever the inputs take");
   static thread_local int prepared = -1, most_shared = 0;
@@ -51,11 +52,13 @@ void launch(PersistentDecodeArgs& args, int device, cudaStream_t on) {
 template <WeightType kType, bool kSplit, bool kBatchInvariant, bool kPieces, int kColumnTiles,
           template <class> class CellOf>
 void launch_options(CellTag<CellOf>, PersistentDecodeArgs& args, int device, cudaStream_t on) {
-  if (args.linear_candidate || !args.normalize_gates) {
-    launch<CellOf, true, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(args, device, on);
-  } else {
-    launch<CellOf, false, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(args, device, on);
+  if constexpr (CellOf<float>::kHasOptions) {
+    if (args.linear_candidate || !args.normalize_gates) {
+      return launch<CellOf, true, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(
+          args, device, on);
+    }
   }
+  launch<CellOf, false, kType, kSplit, kBatchInvariant, kPieces, kColumnTiles>(args, device, on);
 }
 
 template <WeightType kType, bool kSplit, bool kBatchInvariant, bool kPieces>

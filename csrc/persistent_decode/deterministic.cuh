@@ -90,13 +90,14 @@ class PartSums {
   const unsigned zero_;
 };
 
-template <int kGates, bool kPieces>
+template <class Cell, bool kPieces>
 __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeArgs& args,
-                                                         Shared<kGates, false, true>& shared,
+                                                         Shared<Cell, false, true>& shared,
                                                          const unsigned char* ring,
                                                          unsigned char* inputs,
                                                          const unsigned char* set) {
   constexpr WeightType kType = WeightType::bf16;
+  constexpr int kGates = Cell::kPreactivations;
   using Tiles = Tiles<kType, false>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const std::uint32_t of_block = bytes_of_block(kType, false, args.batch);
@@ -104,8 +105,8 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
   // Lanes 8 to 15 and 24 to 31 have rows of the second tile.
   const std::uint32_t weights =
       shared_address(ring) + Tiles::offset_of(lane) + lane / 8 % 2 * kTileBytes;
-  Stages<Shared<kGates, false, true>> stages(shared, args.stages);
-  Rooms<kGates> rooms(shared, place_of_sum(AllTokenSums::first_token(lane), lane / 4));
+  Stages<Shared<Cell, false, true>> stages(shared, args.stages);
+  Rooms<Cell> rooms(shared, place_of_sum(AllTokenSums::first_token(lane), lane / 4));
   int first_stage = 0;  // of this phase
   unsigned stored = 0;
   const PartSums part_sums(stages, weights, of_block,
@@ -114,7 +115,7 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
   for (int p = 1; p < args.phases; ++p) {
     const DecodePhase& phase = args.phase[p];
     const DecodePhase& before = args.phase[p - 1];
-    const int gates = gates_of<kGates>(phase), parts = phase.parts, log = 31 - __clz(parts);
+    const int gates = gates_of<Cell>(phase), parts = phase.parts, log = 31 - __clz(parts);
     const int blocks = phase.inputs / inputs_of_block(kType);
     const int stages_each = stages_of<kType>(phase.inputs);
     const Units units = units_of(phase);
@@ -134,8 +135,9 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
     Room first, second;
     const auto plan = [&] {
       stage = first_stage + pair * stages_each + begin / kOfGroup;
-      const int tile = 2 * pair, unit = gates == 1 ? tile : tile / kGates;
-      const int gate = gates == 1 ? 0 : tile % kGates;
+      const int tile = 2 * pair;
+      int unit = gates == 1 ? tile : tile / kGates, gate = gates == 1 ? 0 : tile % kGates;
+      if (kOutputGate<Cell> && gates == 2) unit = pair, gate = 0;
       two = tile + 1 < tiles, ends = gate + 1 == gates;
       first = rooms.of(unit, gate, part);
       second = ends ? rooms.of(unit + 1, 0, part) : rooms.of(unit, gate + 1, part);
@@ -148,10 +150,16 @@ __device__ __forceinline__ void multiply_batch_invariant(const PersistentDecodeA
     unsigned char* own = inputs + warp * of_block;
 #pragma unroll 1
     for (int taken = 0; taken < blocks;) {
-      if (phase.norm) {
-        take_whole<kType, true, true, false>(args, phase, 0, set, own, &shared.squares[0][0][0]);
+      if (norms_outputs<Cell>(phase)) {
+        if constexpr (kOutputGate<Cell>) {
+          take_whole<kType, NormOf::outputs, true, false>(args, phase, 0, set, own,
+                                                          &shared.squares[0][0][0][0]);
+        }
+      } else if (phase.norm) {
+        take_whole<kType, NormOf::inputs, true, false>(args, phase, 0, set, own,
+                                                       &shared.squares[0][0][0][0]);
       } else {
-        take_whole<kType, false, true, kPieces>(args, phase, taken, set, own, nullptr);
+        take_whole<kType, NormOf::nothing, true, kPieces>(args, phase, taken, set, own, nullptr);
       }
       const int before = taken;
       taken += kPieces ? phase.at_once : blocks;

@@ -16,16 +16,18 @@ namespace persistent {
 
 // As take_whole (activation_tiles.cuh), not in batch-invariant mode. `arrived` counts the bytes
 // that have come, for the `turn`th time.
-template <bool kNorm>
+template <NormOf kNormOf, int kGates>
 __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& args,
                                                   const DecodePhase& phase, int first,
                                                   const unsigned char* set, unsigned char* own,
                                                   float* squares, std::uint64_t& arrived,
                                                   unsigned& turn) {
+  constexpr bool kNorm = kNormOf == NormOf::inputs, kOutputs = kNormOf == NormOf::outputs;
   constexpr int kColumnTiles = 2, kBlock = inputs_of_block(WeightType::bf16),
                 kUnits = kBlock / kUnit;
   constexpr int kBytes = kUnits * kUnitLine;  // of a block of a column tile
-  constexpr int kMostBlocks = kMostInputBytes / (kColumnTiles * kBytes) / kMmaWarps;
+  constexpr int kRoom = input_room(kGates, kMostTokens);
+  constexpr int kMostBlocks = kRoom / (kColumnTiles * kBytes) / kMmaWarps;
   constexpr int kMost = kColumnTiles * kMostBlocks;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane % kColumns;
   const int blocks = min(phase.inputs / kBlock - first, phase.at_once);
@@ -49,6 +51,34 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
       if (i < count) norm[i][0] = __ldg(from), norm[i][1] = __ldg(from + kUnits / 2);
     }
   }
+  // Sums of squares of a cell's outputs: of this lane's units of a block, the first and the second.
+  float told[kOutputs ? kMost : 1][2];
+  const auto look_for_sums = [&] {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (written(told[i][half])) continue;
+        load_number(told[i][half], set + i % kColumnTiles * args.column_tile_bytes + phase.squares +
+                                       ((first_unit + i / kColumnTiles * (kMmaWarps * kUnits) +
+                                         lane / kColumns + half * (kUnits / 2)) *
+                                            kColumns +
+                                        token) *
+                                           4);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) all = all && written(told[i][0]) && written(told[i][1]);
+    return __all_sync(0xffffffffu, all);
+  };
+  if constexpr (kOutputs) {
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      const bool real = i % kColumnTiles * kColumns + token < args.batch;
+      told[i][0] = told[i][1] = i / kColumnTiles < count && real ? missing_number<float>() : 0.0f;
+    }
+  }
   unsigned left = (1u << kColumnTiles * count) - 1;
   // What this warp has written there, or read, comes before what is copied.
   fence_proxy_async();
@@ -62,6 +92,7 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
         if (left >> i & 1) tma_load_bytes(address_of(i), source(i), kBytes, arrived);
       }
     }
+    if constexpr (kOutputs) look_for_sums();
     mbarrier_wait(arrived, turn++ % 2);
     delay(16, 3000);
 #pragma unroll
@@ -81,7 +112,13 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
       }
     }
   }
-  if (kNorm) {
+  if constexpr (kOutputs) {
+    while (!look_for_sums()) {
+    }
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) sums[i] = told[i][0] + told[i][1];
+  }
+  if (kNorm || kOutputs) {
 #pragma unroll
     for (int column_tile = 0; column_tile < kColumnTiles; ++column_tile) {
       float sum = sums[column_tile];
@@ -89,7 +126,8 @@ __device__ __forceinline__ void take_column_tiles(const PersistentDecodeArgs& ar
       for (int i = column_tile + kColumnTiles; i < kMost; i += kColumnTiles) sum += sums[i];
       sum += __shfl_xor_sync(0xffffffffu, sum, 8);
       sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-      if (lane < kColumns) squares[column_tile * kMmaWarps * kColumns + token] = sum;
+      float& of_token = squares[column_tile * kMmaWarps * kColumns + token];
+      if (lane < kColumns) of_token = kOutputs && first > 0 ? of_token + sum : sum;
     }
   }
   __syncwarp();

@@ -2,6 +2,7 @@
 // channels of one token. A block always has the same units of the residual stream, and keeps them.
 #pragma once
 
+#include "../core/silu.cuh"
 #include "../core/vector_access.cuh"
 #include "../gemm/epilogue.cuh"
 #include "global_exchange.cuh"
@@ -19,6 +20,10 @@ constexpr bool kScaled = kType != WeightType::bf16;
 
 __device__ __forceinline__ float2 load_floats(const float* p) {
   return *reinterpret_cast<const float2*>(p);
+}
+
+__device__ __forceinline__ unsigned load_packed(const void* p, int at) {
+  return *reinterpret_cast<const unsigned*>(static_cast<const bf16*>(p) + at);
 }
 
 // Two neighbouring numbers of a table's row; an 8-bit table's are scaled and rounded.
@@ -66,29 +71,78 @@ __device__ __forceinline__ float2 total(const float (&sums)[kMmaWarps][kSums], i
 // What a norm multiplies the sums of this lane's token with; bits are those of gemm/ in
 // batch-invariant mode.
 template <int kSums>
-__device__ __forceinline__ float norm_scale_in_order(const PersistentDecodeArgs& args,
+__device__ __forceinline__ float norm_scale_in_order(const PersistentDecodeArgs& args, int width,
                                                      const float (&squares)[kSums][kColumns]) {
   float sum = 0.0f;
 #pragma unroll 8
-  for (int i = 0; i < args.width / kSquareRows; ++i) sum += squares[i][threadIdx.x % 32 / 4];
+  for (int i = 0; i < width / kSquareRows; ++i) sum += squares[i][threadIdx.x % 32 / 4];
   DeferredNorm norm;
-  norm.width = static_cast<float>(args.width), norm.eps = args.eps;
+  norm.width = static_cast<float>(width), norm.eps = args.eps;
   return norm_scale_of(norm, sum);
 }
 template <int kSums>
-__device__ __forceinline__ float norm_scale_of_warps(const PersistentDecodeArgs& args,
+__device__ __forceinline__ float norm_scale_of_warps(const PersistentDecodeArgs& args, int width,
                                                      const float (&squares)[kSums][kColumns]) {
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < kSums; ++w) sum += squares[w][threadIdx.x % 32 / 4];
-  return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(args.width), args.eps));
+  return rsqrtf(fmaf(sum, 1.0f / static_cast<float>(width), args.eps));
 }
 
 // What a lane's pair of a unit needs besides the sums.
-template <int kGates>
+template <class Cell>
 struct Beside {
+  static constexpr int kGates = Cell::kPreactivations;
   float2 shift[kGates] = {}, factor[kGates] = {}, before = {};
 };
+// With an output gate there is more than fits into registers but in bfloat16, as it was.
+template <class Cell>
+struct BesideOutputGate {
+  static constexpr int kGates = Cell::kPreactivations;
+  unsigned shift[kGates] = {}, output_norm = 0x3f803f80u;
+  float2 factor[kGates] = {}, before = {}, bound = {};
+};
+__device__ __forceinline__ float2 floats_of(float2 pair) {
+  return pair;
+}
+__device__ __forceinline__ float2 floats_of(unsigned pair) {
+  return unpack_bf16x2(pair);
+}
+
+// A channel's step: `pre` are all of its pre-activations.
+template <class Cell, class Options>
+__device__ __forceinline__ float state_after(const Options& options,
+                                             const float (&pre)[Cell::kPreactivations],
+                                             float before,
+                                             const Parameters<float, Cell::kParameters>& of) {
+  static_assert(Cell::kStates == 1 && Cell::kOutputs == 1);
+  float in[Cell::kInputs];
+#pragma unroll
+  for (int n = 0; n < Cell::kInputs; ++n) in[n] = pre[n];
+  const Affine<float> step = Cell::coefficients(options, in, of);
+  return fmadd(step.a, before, step.b);
+}
+
+// Tells the sums of squares of a unit's channels, of which this lane has a pair of a token: of all
+// eight, or in batch-invariant mode of four at a time, one channel after the other as in
+// finish_gates() (gemm/epilogue.cuh).
+template <bool kBatchInvariant>
+__device__ __forceinline__ void store_squares(unsigned char* of_unit, float2 x, bool real) {
+  const int lane = threadIdx.x % 32;
+  float sum = x.x * x.x;
+  sum += x.y * x.y;
+  if constexpr (kBatchInvariant) {
+    const float third = __shfl_down_sync(0xffffffffu, x.x, 1);
+    const float fourth = __shfl_down_sync(0xffffffffu, x.y, 1);
+    sum += third * third;
+    sum += fourth * fourth;
+    if (real && lane % 2 == 0) store_word(of_unit + lane / 2 * 4, __float_as_uint(sum));
+  } else {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (real && lane % 4 == 0) store_word(of_unit + lane / 4 * 4, __float_as_uint(sum));
+  }
+}
 // All of one, or of each column tile, which the compiler does not know.
 template <class T>
 __device__ __forceinline__ T one_of(const T (&all)[1], int) {
@@ -105,10 +159,11 @@ template <template <class> class CellOf, WeightType kType, bool kSplit, bool kBa
           int kColumnTiles, class Options>
 __device__ __forceinline__ void epilogue(
     const PersistentDecodeArgs& args, const Options& options,
-    Shared<CellOf<float>::kInputs, kSplit, kBatchInvariant, kColumnTiles>& shared,
-    unsigned char* set) {
-  constexpr int kGates = CellOf<float>::kInputs;
-  using OfBlock = Shared<kGates, kSplit, kBatchInvariant, kColumnTiles>;
+    Shared<CellOf<float>, kSplit, kBatchInvariant, kColumnTiles>& shared, unsigned char* set) {
+  using Cell = CellOf<float>;
+  using OfBlock = Shared<Cell, kSplit, kBatchInvariant, kColumnTiles>;
+  using Beside = std::conditional_t<kOutputGate<Cell>, BesideOutputGate<Cell>, Beside<Cell>>;
+  constexpr int kGates = Cell::kPreactivations;
   const int warp = threadIdx.x / 32 - kMmaWarps, lane = threadIdx.x % 32;
   const auto token_of = [&](int column_tile) { return column_tile * kColumns + lane / 4; };
   int slots[kColumnTiles];  // -1: none
@@ -131,38 +186,55 @@ __device__ __forceinline__ void epilogue(
       return args.cell + phase.layer * args.cell_layer_stride +
              max(slot, 0) * args.cell_slot_stride;
     };
-    const bool normed = phase.norm != nullptr, convolved = phase.taps != nullptr;
+    const bool normed = phase.norm != nullptr || norms_outputs<Cell>(phase);
+    const bool convolved = phase.taps != nullptr;
+    const int norm_width = kOutputGate<Cell> ? phase.inputs : args.width;
+    const int norm = OfBlock::kNorms > 1 && kind == PhaseKind::residual ? 1 : 0;
+    // Whether a unit has rows of this gate.
+    const auto has = [&](int gate) {
+      return gate == 0 || kind == PhaseKind::gates ||
+             (kOutputGate<Cell> && gate == 1 && kind == PhaseKind::swiglu);
+    };
     unsigned char* to = set + phase.out;
     const Units own = units_of(phase);
     const int first = own.first * kColumnTiles, end = own.end * kColumnTiles;
     const auto beside = [&](int item) {
-      Beside<kGates> found;
+      Beside found;
       if (item >= end) return found;
       const int channel = item / kColumnTiles * kUnit + lane % 4 * 2;
-      const int last = kind == PhaseKind::gates ? kGates : 1;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        if (gate >= last) continue;
+        if (!has(gate)) continue;
         const int of_gate = gate * units * kUnit + channel;
         if (kScaled<kType> && kind != PhaseKind::embed) {
           found.factor[gate] = load_floats(phase.scale + of_gate);
         }
-        if (bias) found.shift[gate] = load_pair(bias, of_gate);
+        if (bias) {
+          if constexpr (kOutputGate<Cell>) {
+            found.shift[gate] = load_packed(bias, of_gate);
+          } else {
+            found.shift[gate] = load_pair(bias, of_gate);
+          }
+        }
       }
       if (kind == PhaseKind::gates) {
         found.before = load_floats(state_of(one_of(slots, item % kColumnTiles)) + channel);
+        if constexpr (kOutputGate<Cell>) {
+          if (phase.bound) found.bound = load_floats(phase.bound + channel);
+          if (phase.output_norm) found.output_norm = load_packed(phase.output_norm, channel);
+        }
       }
       return found;
     };
     float scale = 1.0f;
     // What an item needs besides the sums is on its way before those of the one ahead are there.
     int item = first + warp;
-    Beside<kGates> next = beside(item);
+    Beside next = beside(item);
     if (kBatchInvariant && normed && item < end) {
       while (count_at(shared_address(&shared.products_begun)) < p) {
       }
       __syncwarp();
-      scale = norm_scale_in_order(args, shared.squares[0]);
+      scale = norm_scale_in_order(args, norm_width, shared.squares[0][0]);
     }
 #pragma unroll 1
     for (int kept = 0; item < end; item += kEpilogueWarps, ++kept) {
@@ -170,7 +242,7 @@ __device__ __forceinline__ void epilogue(
       const int channel = unit * kUnit + lane % 4 * 2;
       const int token = token_of(column_tile), slot = one_of(slots, column_tile);
       const bool real = token < args.batch;
-      const Beside<kGates> here = next;
+      const Beside here = next;
       next = beside(item + kEpilogueWarps);
       float2 x = one_of(stream, kept), y[kGates] = {};
       if (kind == PhaseKind::embed) {
@@ -184,7 +256,7 @@ __device__ __forceinline__ void epilogue(
                                              : (unit - own.first) % kEpilogueWarps;
         if constexpr (kBatchInvariant) {
           named_barrier_sync_unaligned(kSummed + room,
-                                       threads_of_unit(gates_of<kGates>(phase), phase.parts));
+                                       threads_of_unit(gates_of<Cell>(phase), phase.parts));
         } else {
           barrier_sync<kBarrierThreads<kColumnTiles>>(kSummed + room);
         }
@@ -200,9 +272,13 @@ __device__ __forceinline__ void epilogue(
         if (kind == PhaseKind::gates) {
 #pragma unroll
           for (int gate = 1; gate < kGates; ++gate) y[gate] = total_of(gate);
+        } else if (kOutputGate<Cell> && kind == PhaseKind::swiglu) {
+          y[1] = total_of(1);
         }
-        if (!kBatchInvariant)
-          scale = normed ? norm_scale_of_warps(args, shared.squares[column_tile]) : 1.0f;
+        if (!kBatchInvariant) {
+          scale = normed ? norm_scale_of_warps(args, norm_width, shared.squares[norm][column_tile])
+                         : 1.0f;
+        }
         ++turn;
         delay(8, 3000);
         __syncwarp();
@@ -215,11 +291,12 @@ __device__ __forceinline__ void epilogue(
         }
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
-          if (kScaled<kType> && (gate == 0 || kind == PhaseKind::gates)) {
+          if (kScaled<kType> && has(gate)) {
             y[gate].x *= here.factor[gate].x, y[gate].y *= here.factor[gate].y;
           }
-          y[gate].x = y[gate].x * scale + here.shift[gate].x;
-          y[gate].y = y[gate].y * scale + here.shift[gate].y;
+          const float2 shift = floats_of(here.shift[gate]);
+          y[gate].x = y[gate].x * scale + shift.x;
+          y[gate].y = y[gate].y * scale + shift.y;
         }
       }
 
@@ -231,10 +308,27 @@ __device__ __forceinline__ void epilogue(
           const float2 pre = unpack_bf16x2(rounded(y[gate].x, y[gate].y, bf16{}));
           low[gate] = pre.x, high[gate] = pre.y;
         }
-        out = {step_cell<CellOf>(options, low, here.before.x),
-               step_cell<CellOf>(options, high, here.before.y)};
+        Parameters<float, Cell::kParameters> of_low, of_high;
+        if constexpr (Cell::kParameters > 0) {
+          of_low.at[0] = here.bound.x, of_high.at[0] = here.bound.y;
+        }
+        out = {state_after<Cell>(options, low, here.before.x, of_low),
+               state_after<Cell>(options, high, here.before.y, of_high)};
         if (slot >= 0) *reinterpret_cast<float2*>(state_of(slot) + channel) = out;
         if (slot < 0) out = {};
+        if constexpr (kOutputGate<Cell>) {
+          store_squares<kBatchInvariant>(set + phase.squares +
+                                             column_tile * args.column_tile_bytes +
+                                             unit * bytes_of_squares(kBatchInvariant),
+                                         out, real);
+          const float2 weight = unpack_bf16x2(here.output_norm);
+          out.x = out.x * silu(low[Cell::kInputs]) * weight.x;
+          out.y = out.y * silu(high[Cell::kInputs]) * weight.y;
+        }
+      } else if (kOutputGate<Cell> && kind == PhaseKind::swiglu) {
+        const float2 gate = unpack_bf16x2(rounded(y[0].x, y[0].y, bf16{}));
+        const float2 up = unpack_bf16x2(rounded(y[1].x, y[1].y, bf16{}));
+        out = {silu(gate.x) * up.x, silu(gate.y) * up.y};
       } else if (kind == PhaseKind::gelu) {
         out = {gelu(y[0].x), gelu(y[0].y)};
       } else if (kind == PhaseKind::logits) {

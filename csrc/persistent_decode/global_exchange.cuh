@@ -35,6 +35,33 @@ __device__ __forceinline__ bool written(const uint4& words) {
          words.w != kNotWritten;
 }
 
+// Numbers, which arithmetic has made: none has all bits set.
+__device__ __forceinline__ bool written(float number) {
+  return __float_as_uint(number) != kNotWritten;
+}
+__device__ __forceinline__ bool written(float2 numbers) {
+  return written(numbers.x) && written(numbers.y);
+}
+template <class Number>
+__device__ __forceinline__ Number missing_number();
+template <>
+__device__ __forceinline__ float missing_number<float>() {
+  return __uint_as_float(kNotWritten);
+}
+template <>
+__device__ __forceinline__ float2 missing_number<float2>() {
+  return {__uint_as_float(kNotWritten), __uint_as_float(kNotWritten)};
+}
+__device__ __forceinline__ void load_number(float& number, const void* at) {
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(number) : "l"(at) : "memory");
+}
+__device__ __forceinline__ void load_number(float2& numbers, const void* at) {
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+               : "=f"(numbers.x), "=f"(numbers.y)
+               : "l"(at)
+               : "memory");
+}
+
 __device__ __forceinline__ void clear(const PersistentDecodeArgs& args, unsigned char* set) {
   for (std::int64_t at = (blockIdx.x * kMmaWarps * 32 + threadIdx.x) * 16ll; at < args.set_bytes;
        at += gridDim.x * kMmaWarps * 32 * 16ll) {

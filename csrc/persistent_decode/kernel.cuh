@@ -25,11 +25,11 @@ template <template <class> class CellOf, bool kAny, WeightType kType, bool kSpli
 __global__ void __launch_bounds__(persistent::kThreads, 1)
     persistent_decode_kernel(const __grid_constant__ PersistentDecodeArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kGates = CellOf<float>::kInputs;
+  using Cell = CellOf<float>;
   extern __shared__ __align__(1024) unsigned char ring[];
   unsigned char* inputs = ring + args.stages * persistent::kStageBytes;
   auto& shared =
-      *reinterpret_cast<persistent::Shared<kGates, kSplit, kBatchInvariant, kColumnTiles>*>(
+      *reinterpret_cast<persistent::Shared<Cell, kSplit, kBatchInvariant, kColumnTiles>*>(
           inputs + kColumnTiles * args.input_bytes);
   if (threadIdx.x == 0) persistent::prepare<kColumnTiles>(shared);
   __syncthreads();
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(persistent::kThreads, 1)
   const int warp = static_cast<int>(threadIdx.x / 32);
   if (warp == persistent::kTmaWarp) {
     if (threadIdx.x % 32 == 0)
-      persistent::load_weights<kGates, kType, kBatchInvariant>(args, shared, ring);
+      persistent::load_weights<Cell, kType, kBatchInvariant>(args, shared, ring);
     __syncwarp();
     wait_for_previous_kernel();
     return;
@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(persistent::kThreads, 1)
     persistent::named_barrier_arrive<1>(persistent::kLooked);
     persistent::clear(args, args.exchange + (turn + 1) % 2 * args.set_bytes);
     if constexpr (kBatchInvariant) {
-      persistent::multiply_batch_invariant<kGates, kPieces>(args, shared, ring, inputs, set);
+      persistent::multiply_batch_invariant<Cell, kPieces>(args, shared, ring, inputs, set);
     } else {
-      persistent::multiply<kGates, kType, kSplit, kPieces, kColumnTiles>(args, shared, ring, inputs,
-                                                                         set);
+      persistent::multiply<Cell, kType, kSplit, kPieces, kColumnTiles>(args, shared, ring, inputs,
+                                                                       set);
     }
   } else {
     if constexpr (kAny) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ int stages_of(int inputs) {
 // One thread copies every tile that its block will need, as room comes free: two tiles at a time,
 // because they are multiplied together. In batch-invariant mode it tells how many stages it has
 // asked for.
-template <int kGates, WeightType kType, bool kBatchInvariant, class Shared>
+template <class Cell, WeightType kType, bool kBatchInvariant, class Shared>
 __device__ __forceinline__ void load_weights(const PersistentDecodeArgs& args, Shared& shared,
                                              unsigned char* ring) {
   PipelineState stage, landed;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_weights(const PersistentDecodeArgs& args, S
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const DecodePhase& phase = args.phase[p];
-    const int gates = gates_of<kGates>(phase);
+    const int gates = gates_of<Cell>(phase);
     const Units own = units_of(phase);
     const int blocks = stages_of<kType>(phase.inputs) * kOfGroup;
     const void* map = phase.weight;
@@ -100,14 +100,14 @@ __device__ __forceinline__ void load_weights(const PersistentDecodeArgs& args, S
   }
 }
 
-template <int kGates, WeightType kType, bool kSplit, bool kPieces, int kColumnTiles>
+template <class Cell, WeightType kType, bool kSplit, bool kPieces, int kColumnTiles>
 __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
-                                         Shared<kGates, kSplit, false, kColumnTiles>& shared,
+                                         Shared<Cell, kSplit, false, kColumnTiles>& shared,
                                          const unsigned char* ring, unsigned char* inputs,
                                          const unsigned char* set) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kOfGroup;
   using Tiles = Tiles<kType, kSplit>;
-  using OfBlock = Shared<kGates, kSplit, false, kColumnTiles>;
+  using OfBlock = Shared<Cell, kSplit, false, kColumnTiles>;
   const int rows = kColumnTiles > 1 ? kColumns : args.batch;
   const int of_warp = bytes_of_block(kType, kSplit, rows), of_block = kMmaWarps * of_warp;
   unsigned char* own = inputs + warp * of_warp;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
   float* const sums_of_lane =
       &shared.sums[0][0][warp][place_of_sum(Tiles::Sums::first_token(lane), lane / 4)];
   constexpr int kOfTile = kMmaWarps * OfBlock::kSums;
-  constexpr int kOfEpilogueWarp = kGates * kOfTile;
+  constexpr int kOfEpilogueWarp = OfBlock::kGates * kOfTile;
   PipelineState stage;  // this group's next one
   unsigned handed = 0;  // a bit for each epilogue warp: whether its units so far are odd
   // Whether this group had stages of the last product. Else it may be far ahead of the other one,
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
 #pragma unroll 1
   for (int p = 1; p < args.phases; ++p) {
     const DecodePhase& phase = args.phase[p];
-    const int gates = gates_of<kGates>(phase);
+    const int gates = gates_of<Cell>(phase);
     const int blocks = phase.inputs / inputs_of_block(kType);
     const int stages = stages_of<kType>(phase.inputs);
     const Units units = units_of(phase);
@@ -169,19 +169,31 @@ __device__ __forceinline__ void multiply(const PersistentDecodeArgs& args,
     do {
       if constexpr (kColumnTiles > 1) {
         static_assert(kColumnTiles == 2 && kPieces && kType == WeightType::bf16);
-        if (phase.norm) {
-          take_column_tiles<true>(args, phase, 0, set, own, shared.squares[0][warp],
-                                  shared.arrived[warp], arrivals);
+        if (norms_outputs<Cell>(phase)) {
+          if constexpr (kOutputGate<Cell>) {
+            take_column_tiles<NormOf::outputs, OfBlock::kGates>(args, phase, taken, set, own,
+                                                                shared.squares[1][0][warp],
+                                                                shared.arrived[warp], arrivals);
+          }
+        } else if (phase.norm) {
+          take_column_tiles<NormOf::inputs, OfBlock::kGates>(
+              args, phase, 0, set, own, shared.squares[0][0][warp], shared.arrived[warp], arrivals);
         } else {
-          take_column_tiles<false>(args, phase, taken, set, own, nullptr, shared.arrived[warp],
-                                   arrivals);
+          take_column_tiles<NormOf::nothing, OfBlock::kGates>(args, phase, taken, set, own, nullptr,
+                                                              shared.arrived[warp], arrivals);
+        }
+      } else if (norms_outputs<Cell>(phase)) {
+        if constexpr (kOutputGate<Cell>) {
+          take_inputs<kType, kSplit, NormOf::outputs, kPieces>(args, phase, taken, set, own,
+                                                               shared.squares[1][0][warp]);
         }
       } else if (phase.norm) {
         // Nobody reads the sums of squares before any more: a whole other product has been finished
         // since.
-        take_inputs<kType, kSplit, true, false>(args, phase, 0, set, own, shared.squares[0][warp]);
+        take_inputs<kType, kSplit, NormOf::inputs, false>(args, phase, 0, set, own,
+                                                          shared.squares[0][0][warp]);
       } else {
-        take_inputs<kType, kSplit, false, kPieces>(args, phase, taken, set, own, nullptr);
+        take_inputs<kType, kSplit, NormOf::nothing, kPieces>(args, phase, taken, set, own, nullptr);
       }
       if (kPieces) taken += phase.at_once;
       // Of these: to be multiplied by inputs that are not here yet.

@@ -47,6 +47,10 @@ class PhaseTensors {
         optional(from[Plan::kTaps], "taps", ScalarType::BFloat16, {n, plan_.args.width, taps}, 2);
     phase.taps_bias = optional(from[Plan::kTapsBias], "taps_bias", ScalarType::BFloat16,
                                {n, plan_.args.width}, 4);
+    phase.bound = static_cast<const float*>(
+        optional(from[Plan::kBound], "bound", ScalarType::Float, {n, channels}, 8));
+    phase.output_norm =
+        optional(from[Plan::kOutputNorm], "output_norm", ScalarType::BFloat16, {n, channels}, 4);
   }
 
  private:

@@ -33,6 +33,8 @@ class Plan {
     kNorm,
     kTaps,
     kTapsBias,
+    kBound,
+    kOutputNorm,
     kFields
   };
 
@@ -51,7 +53,10 @@ class Plan {
     check.require(weight_type >= 0 && weight_type <= static_cast<int>(WeightType::fp8),
                   "weight_type must be 0, 1 or 2, got ", weight_type);
     args.cell_kind = require_cell<PersistentDecodeCells>(check, cell);
-    gates_ = traits_of(args.cell_kind).preactivations;
+    const CellTraits& traits = traits_of(args.cell_kind);
+    gates_ = traits.preactivations;
+    output_gate_ = traits.preactivations > traits.inputs;
+    has_bound_ = traits.parameters > 0;
     args.weights = static_cast<WeightType>(weight_type);
     if (batch_invariant || args.weights != WeightType::bf16) most_batch_ = kColumns;
     args.batch_invariant = batch_invariant;
@@ -67,7 +72,9 @@ class Plan {
   std::int64_t inner = 0, vocabulary = 0, layers = 0, conv_layers = 0;
 
   PhaseKind kind_of(int n) const { return static_cast<PhaseKind>(args.phase[n].kind); }
-  std::int64_t gates_of(PhaseKind kind) const { return kind == PhaseKind::gates ? gates_ : 1; }
+  std::int64_t gates_of(PhaseKind kind) const {
+    return kind == PhaseKind::gates ? gates_ : kind == PhaseKind::swiglu ? 2 : 1;
+  }
 
   // Rows that a batch may have.
   int most_batch() const { return most_batch_; }
@@ -110,11 +117,13 @@ class Plan {
 
   // Inputs of more than there is room for come in pieces, if the sums of all tiles can wait in
   // registers and no norm needs all inputs first; in batch-invariant mode in halves or quarters,
-  // that have as many parts each.
+  // that have as many parts each. A norm of a cell's outputs, whose sums of squares come with them,
+  // needs all only in that mode.
   int most_batch_of(const DecodePhase& phase, bool normed) const {
     const int whole = whole_rows(phase.inputs);
     const auto tiles = phase.each * gates_of(static_cast<PhaseKind>(phase.kind));
-    if (normed || tiles > kMostDividedTiles) return whole;
+    const bool all = normed || (phase.squares && args.batch_invariant);
+    if (all || tiles > kMostDividedTiles) return whole;
     if (args.weights != WeightType::bf16 && whole < kMostSplit) return whole;  // split ones do not
     if (!args.batch_invariant) return kMostTokens;
     const int blocks = phase.inputs / inputs_of_block(args.weights);
@@ -126,7 +135,7 @@ class Plan {
     DecodePhase& phase = args.phase[n] = {};
     const auto kind = static_cast<PhaseKind>(from[kKind]);
     const std::int64_t channels = from[kChannels], inputs = from[kInputs];
-    check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::logits) &&
+    check_.require(from[kKind] >= 0 && from[kKind] <= static_cast<int>(PhaseKind::swiglu) &&
                        (kind == PhaseKind::embed) == (n == 0),
                    "phase ", n, " has the kind ", from[kKind]);
     check_.require(channels > 0 && channels % kUnit == 0 && channels <= (1 << 24),
@@ -162,10 +171,19 @@ class Plan {
         phase.parts = BatchInvariantHeuristic(channels, inputs, gates_of(kind), 1).parts();
       }
     }
-    check_.require(
-        !normed || (inputs == args.width && (kind == PhaseKind::gates || kind == PhaseKind::gelu ||
-                                             kind == PhaseKind::logits)),
-        "phase ", n, " has a norm of what is not the residual stream");
+    check_.require(kind != PhaseKind::swiglu || output_gate_, "phase ", n,
+                   " is swiglu, which comes with cells that have an output gate");
+    if (output_gate_ && n > 0 && kind_of(n - 1) == PhaseKind::gates) {
+      check_.require(kind == PhaseKind::residual, "phase ", n,
+                     " must be residual, after gates of a cell that has an output gate");
+      phase.squares = args.phase[n - 1].squares;
+      check_.require(!args.batch_invariant || inputs <= kSquareRows * kMostSquares,
+                     "outputs of a cell in a fixed order must be at most ",
+                     kSquareRows * kMostSquares, " channels, got ", inputs);
+    }
+    check_.require(!normed || (inputs == args.width && kind != PhaseKind::embed &&
+                               kind != PhaseKind::residual),
+                   "phase ", n, " has a norm of what is not the residual stream");
     if (kind == PhaseKind::residual) {
       check_.require(channels == args.width, "phase ", n, " must have ", args.width,
                      " channels, got ", channels);
@@ -175,6 +193,10 @@ class Plan {
       inner = channels;
       layers = std::max<std::int64_t>(layers, from[kLayer] + 1);
     }
+    check_.require(from[kBound] < 0 || (kind == PhaseKind::gates && has_bound_), "phase ", n,
+                   " has a lower bound, but no cell that reads it");
+    check_.require(from[kOutputNorm] < 0 || (kind == PhaseKind::gates && output_gate_), "phase ", n,
+                   " has a norm of outputs, but no cell that has one");
     const std::int64_t taps = from[kTapCount];
     if (taps != 0) {
       check_.require(taps >= 2 && taps <= kMostTaps, "convolutions must have 2 to ", kMostTaps,
@@ -191,6 +213,11 @@ class Plan {
     } else {
       args.column_tile_bytes += static_cast<std::int64_t>(phase.units) * kUnitLine;
     }
+    if (output_gate_ && kind == PhaseKind::gates) {
+      phase.squares = static_cast<int>(args.column_tile_bytes);
+      args.column_tile_bytes +=
+          divided_up(phase.units * bytes_of_squares(args.batch_invariant), kUnitLine) * kUnitLine;
+    }
     check_.require(args.column_tile_bytes < (std::int64_t{1} << 31), "the model is too wide");
     // What the residual stream keeps in registers stays where it is; all else is dealt from where
     // the phase before has stopped, so that the blocks without any go round.
@@ -205,6 +232,7 @@ class Plan {
 
   const Check& check_;
   std::int64_t gates_ = 0;
+  bool output_gate_ = false, has_bound_ = false;  // of the cell
   int blocks_, next_block_ = 0;
   int most_batch_ = kMostTokens;
 };

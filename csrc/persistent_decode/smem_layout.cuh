@@ -30,8 +30,14 @@ __host__ __device__ constexpr int place_of_sum(int token, int row) {
   return token * kUnit + token / 4 * 8 + row;
 }
 
-template <int kGates, bool kSplit, bool kBatchInvariant, int kColumnTiles = 1>
+// Whether a cell's outputs are gated by a pre-activation of their own and normed before the next
+// product reads them; SwiGLU comes with such cells alone.
+template <class Cell>
+constexpr bool kOutputGate = Cell::kPreactivations > Cell::kInputs;
+
+template <class Cell, bool kSplit, bool kBatchInvariant, int kColumnTiles = 1>
 struct Shared {
+  static constexpr int kGates = Cell::kPreactivations;
   static_assert(kColumnTiles == 1 || !(kSplit || kBatchInvariant), "for a few rows");
   // Sums of a unit come from every warp, or in batch-invariant mode from one for each part of the
   // inputs.
@@ -42,7 +48,10 @@ struct Shared {
   static constexpr int kSumsOfColumnTile = place_of_sum(kTokens, 0),
                        kSums = kColumnTiles * kSumsOfColumnTile;
   float sums[kRooms][kGates][kParts][kSums];  // of a unit; rooms for each epilogue warp
-  float squares[kColumnTiles][kSquares][kColumns];
+  // Two products in a row may be normed: one by squares of its inputs, one by those of a cell's
+  // outputs. (In batch-invariant mode one's are not written before the other's have been read.)
+  static constexpr int kNorms = kOutputGate<Cell> && !kBatchInvariant ? 2 : 1;
+  float squares[kNorms][kColumnTiles][kSquares][kColumns];
   std::uint64_t full[kMostStages], empty[kMostStages];  // of the ring of weights
   std::uint64_t taken[kEpilogueWarps];                  // sums
   // In batch-invariant mode: units whose sums have been taken, by epilogue warps; the newest phase
@@ -100,9 +109,16 @@ __device__ __forceinline__ Units units_of(const DecodePhase& phase) {
   const int first = (block < 0 ? block + static_cast<int>(gridDim.x) : block) * phase.each;
   return {first, min(first + phase.each, phase.units)};
 }
-template <int kGates>
+template <class Cell>
 __device__ __forceinline__ int gates_of(const DecodePhase& phase) {
-  return phase.kind == static_cast<int>(PhaseKind::gates) ? kGates : 1;
+  if (kOutputGate<Cell> && phase.kind == static_cast<int>(PhaseKind::swiglu)) return 2;
+  return phase.kind == static_cast<int>(PhaseKind::gates) ? Cell::kPreactivations : 1;
+}
+// Whether its inputs are a cell's outputs, to be divided by their norm.
+template <class Cell>
+__device__ __forceinline__ bool norms_outputs(const DecodePhase& phase) {
+  return kOutputGate<Cell> && phase.squares != 0 &&
+         phase.kind == static_cast<int>(PhaseKind::residual);
 }
 // A stage of the ring of weights, and how often the ring has been gone round.
 struct PipelineState {

@@ -88,10 +88,10 @@ struct Room {
 };
 
 // Each epilogue warp has some, which its units take in turn.
-template <int kGates>
+template <class Cell>
 class Rooms {
  public:
-  using OfBlock = Shared<kGates, false, true>;
+  using OfBlock = Shared<Cell, false, true>;
   // `offset`: where a lane's sums lie among those of a part.
   __device__ __forceinline__ Rooms(OfBlock& shared, int offset)
       : sums_(shared_address(&shared.sums[0][0][0][offset])),
@@ -102,7 +102,7 @@ class Rooms {
     const unsigned had = epilogue_warp == 0 ? had_[0] : epilogue_warp == 1 ? had_[1] : had_[2];
     const unsigned turn = had + unit / kEpilogueWarps;
     const unsigned room = epilogue_warp + turn % kRoomsEach * kEpilogueWarps;
-    const unsigned at = ((room * kGates + gate) * OfBlock::kParts + part) * OfBlock::kSums;
+    const unsigned at = ((room * OfBlock::kGates + gate) * OfBlock::kParts + part) * OfBlock::kSums;
     return {sums_ + at * 4, taken_ + epilogue_warp * 4, static_cast<int>(kSummed + room), turn};
   }
   // Until all sums of the products before this one have been taken: their jobs are done.

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from engine.ops.library import preactivations_of
 
-Kind = Literal["embed", "residual", "gates", "gelu", "logits"]
+Kind = Literal["embed", "residual", "gates", "gelu", "logits", "swiglu"]
 
-_KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits")
+_KINDS: tuple[Kind, ...] = ("embed", "residual", "gates", "gelu", "logits", "swiglu")
 _WEIGHT_TYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 _MAP_BYTES = 128
 
 # Rows of a column tile, whose columns are multiplied together; the most rows of a batch-invariant
 # program, or of one with 8-bit weights.
 EIGHT = 8
-_LINE_BYTES = 2 * EIGHT  # bytes of a channel's values for EIGHT rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +64,22 @@ def most_rows(
         [
             *(_KINDS.index(shape.kind), shape.layer, shape.channels, shape.inputs, shape.taps),
             *(0, 0 if scaled else -1, -1, 0 if shape.normed else -1, 0 if shape.taps else -1, -1),
+            *(-1, -1),
         ]
         for shape in shapes
     ]
-    return _most_rows(
+    rows, refusal, _ = _limits(
         torch.tensor(plan, dtype=torch.int64, device="cpu"),
         *(_WEIGHT_TYPES.index(weight_type), cell, fixed_order, processors),
     )
+    return rows, refusal
 
 
-def _most_rows(
+def _limits(
     plan: Tensor, weight_type: int, cell: str, fixed_order: bool, processors: int
-) -> tuple[int, str]:
-    found: tuple[int, str] = torch.ops.minserve.whole_step_most_rows(
+) -> tuple[int, str, int]:
+    """Return the rows, why there are none, and the bytes of the exchange for EIGHT rows."""
+    found: tuple[int, str, int] = torch.ops.minserve.whole_step_most_rows(
         plan, weight_type, cell, fixed_order, processors
     )
     return found
@@ -89,13 +91,16 @@ class Phase:
 
     All tensors are on one GPU and, except for quantised weights and their scales, bfloat16. `embed`
     (the first phase) looks up rows of `weight` [ids, d_model]; `residual` adds to the residual
-    stream; `gates` updates the recurrence; `gelu` applies GELU; `logits` (the last) returns
-    float32.
+    stream; `gates` updates the recurrence; `gelu` applies GELU and `swiglu` SwiGLU; `logits` (the
+    last) returns float32.
+
+    A cell with an output gate has another pre-activation per channel for it. The `residual` after
+    its `gates` reads RMSNorm(h) * output_norm * silu(g).
     """
 
     kind: Kind
-    # [channels, inputs], of gates [gates * channels, inputs]; contiguous; bfloat16, int8 or
-    # float8_e4m3fn, the same for all products
+    # [channels, inputs], of gates [gates * channels, inputs], of swiglu [gate | up, inputs];
+    # contiguous; bfloat16, int8 or float8_e4m3fn, the same for all products
     weight: Tensor
     scale: Tensor | None = None  # float32 [rows of weight], for 8-bit weights
     bias: Tensor | None = None  # [rows of weight]
@@ -103,6 +108,8 @@ class Phase:
     taps: Tensor | None = None  # [d_model, K]: a convolution reads the residual stream next
     taps_bias: Tensor | None = None  # [d_model]
     layer: int = 0  # layer of the state rows to update: the recurrence's or the convolution's
+    lower_bound: Tensor | None = None  # HGRN's gates: float32 [channels]; None: 0
+    output_norm: Tensor | None = None  # [channels]: weights of the norm of h; None: 1
 
 
 class Program:
@@ -147,10 +154,9 @@ class Program:
             [self._numbers(phase) for phase in phases], dtype=torch.int64, device="cpu"
         )
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        rows, refusal = _most_rows(self._plan, self._weight_type, cell, fixed_order, processors)
+        rows, refusal, sets = _limits(self._plan, self._weight_type, cell, fixed_order, processors)
         if rows == 0:
             raise RuntimeError(refusal)
-        sets = 2 * _LINE_BYTES * sum(self._channels(phase) for phase in phases[:-1])
         # One exchange buffer for each multiple of EIGHT rows, since a step leaves data only for a
         # next step of the same size.
         self._exchanges = [
@@ -206,7 +212,7 @@ class Program:
     def _channels(self, phase: Phase) -> int:
         if phase.kind == "embed":
             return phase.weight.shape[1]
-        return phase.weight.shape[0] // (self._gates if phase.kind == "gates" else 1)
+        return phase.weight.shape[0] // _rows_of_channel(phase.kind, self._gates)
 
     def _numbers(self, phase: Phase) -> list[int]:
         """Return a row of the plan for csrc/persistent_decode/plan.h; keep the phase's tensors."""
@@ -218,6 +224,8 @@ class Program:
             phase.norm,
             phase.taps,
             phase.taps_bias,
+            phase.lower_bound,
+            phase.output_norm,
         )
         return [
             _KINDS.index(phase.kind),
@@ -235,6 +243,10 @@ class Program:
         return len(self._weights) - 1
 
 
+def _rows_of_channel(kind: Kind, gates: int) -> int:
+    return gates if kind == "gates" else 2 if kind == "swiglu" else 1
+
+
 def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
     """Raise RuntimeError if a phase does not fit itself or the others; the kernel checks widths."""
 
@@ -250,21 +262,23 @@ def _check(n: int, phase: Phase, phases: Sequence[Phase], gates: int) -> None:
         weight.dtype in types and weight.dtype in _WEIGHT_TYPES,
         f"weight is {weight.dtype}; allowed: bfloat16, int8 or float8_e4m3fn, the same for all",
     )
-    require(
-        phase.kind != "gates" or weight.shape[0] % gates == 0, f"weight must have {gates} gates"
-    )
+    of_channel = _rows_of_channel(phase.kind, gates)
+    require(weight.shape[0] % of_channel == 0, f"weight must have {of_channel} rows per channel")
     require(
         (phase.scale is not None) == (weight.dtype != torch.bfloat16),
         "8-bit weights must have a scale, bfloat16 weights must not",
     )
     require(weight.device == phases[0].weight.device, "weights must be on one device")
     rows, inputs, taps = weight.shape[0], weight.shape[1], phase.taps
+    channels = rows // of_channel
     for name, tensor, shape, dtype, alignment in (
         ("scale", phase.scale, (rows,), torch.float32, 8),
         ("bias", phase.bias, (rows,), torch.bfloat16, 4),
         ("norm", phase.norm, (inputs,), torch.bfloat16, 16),
         ("taps", taps, (width, 0 if taps is None else taps.shape[-1]), torch.bfloat16, 2),
         ("taps_bias", phase.taps_bias, (width,), torch.bfloat16, 4),
+        ("lower_bound", phase.lower_bound, (channels,), torch.float32, 8),
+        ("output_norm", phase.output_norm, (channels,), torch.bfloat16, 4),
     ):
         fits = tensor is None or (
             tuple(tensor.shape) == shape

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.models.backends.blocks import BlockModel, compile_blocks
+from engine.models.backends.blocks import Block, BlockModel, Support, compile_blocks
 from engine.models.backends.dispatch import ExecutionPath, Workload
-from engine.models.backends.kernel_support import lacks_hopper_kernels
+from engine.models.backends.kernel_support import BLOCKS, lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead
 from engine.models.language_model import LanguageModel
 from engine.models.quantize import QUANTIZED_DTYPES
@@ -24,6 +24,8 @@ from engine.ops.persistent_decode import Kind, Phase, PhaseShape, Program
 
 NAME = "persistent_decode"
 NAME_8_BIT = "persistent_decode in 8 bits"
+
+SUPPORT = Support(cells=(*BLOCKS.cells, "hgrn"), activations=("gelu", "swiglu"))
 
 
 def most_rows(model: BlockModel, processors: int, *, fixed_order: bool = False) -> int:
@@ -47,7 +49,7 @@ def supports(
     model: LanguageModel, device: torch.device, *, fixed_order: bool = False
 ) -> str | None:
     """Return why PersistentDecode cannot run `model`, with weights on `device`; None: it can."""
-    reason = lacks_hopper_kernels(model, device)
+    reason = lacks_hopper_kernels(model, device, SUPPORT)
     if reason is None and PersistentDecode.most_rows(model, fixed_order=fixed_order) == 0:
         return "its kernel does not support the model's widths or number of layers"
     return reason
@@ -73,6 +75,7 @@ class PersistentDecode:
         self.rows = self.most_rows(model, fixed_order=fixed_order)
         self.quantized = config.quantization is not None
         self._eps = config.norm_eps
+        self._cell = blocks.recurrence.state
         self._program = Program(
             list(_phases(blocks, head)),
             cell=blocks.recurrence.cell,
@@ -83,25 +86,27 @@ class PersistentDecode:
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Run a step, as ModelBackend.step, with logits for every row of `head`."""
-        return self._program.run(tokens, slots, state["cell"], state.get("conv"), self._eps)
+        return self._program.run(tokens, slots, state[self._cell], state.get("conv"), self._eps)
 
 
 def _shapes(model: BlockModel) -> Iterator[PhaseShape]:
     """Yield the shapes of the phases that `_phases` makes of such a model."""
     config = model.config
-    width, inner, hidden = config.d_model, model.inner, model.hidden
+    width, inner = config.d_model, model.inner
     vocabulary = config.vocab_size + (-config.vocab_size % 8)  # padded as in LmHead
     taps = model.taps
     yield PhaseShape(kind="embed", channels=width, inputs=config.vocab_size, taps=taps)
-    for layer in range(config.n_layers):
+    for layer, block in enumerate(model.blocks):
         if taps:
             yield PhaseShape(kind="residual", channels=width, inputs=width)
         yield PhaseShape(kind="gates", channels=inner, inputs=width, layer=layer, normed=True)
         last = inner
-        if hidden:
+        if block.mlp is not None:
             yield PhaseShape(kind="residual", channels=width, inputs=inner)
-            yield PhaseShape(kind="gelu", channels=hidden, inputs=width, normed=True)
-            last = hidden
+            yield PhaseShape(
+                kind=block.mlp.activation, channels=block.mlp.hidden, inputs=width, normed=True
+            )
+            last = block.mlp.hidden
         convolved_next = taps > 0 and layer + 1 < config.n_layers
         yield PhaseShape(
             kind="residual",
@@ -157,12 +162,19 @@ def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
     for index, this in enumerate(blocks):
         if this.mixer is not None:
             yield _product("residual", this.mixer.mix)
-        yield _product("gates", this.gates, norm=this.norm.weight, layer=index)
+        yield _product(
+            "gates",
+            this.gates,
+            norm=this.norm.weight,
+            layer=index,
+            lower_bound=_lower_bound(this),
+            output_norm=_output_norm(this),
+        )
         assert this.out is not None
         last = this.out
         if this.mlp is not None:
             yield _product("residual", this.out)
-            yield _product("gelu", this.mlp.up, norm=this.mlp.norm.weight)
+            yield _product(this.mlp.activation, this.mlp.up, norm=this.mlp.norm.weight)
             last = this.mlp.down
         yield _product("residual", last, **read_by(index + 1))
     yield Phase(
@@ -172,6 +184,18 @@ def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
         bias=head.bias,
         norm=program.norm.weight,
     )
+
+
+def _lower_bound(block: Block) -> Tensor | None:
+    """Return the least forget gates of the weights as they are now; None: 0."""
+    bound = block.recurrence.lower_bound
+    return None if bound is None else bound().detach().contiguous()
+
+
+def _output_norm(block: Block) -> Tensor | None:
+    """Return the weights of the norm of a cell's outputs; None where all are 1."""
+    norm = block.gated_norm
+    return None if norm is None or bool((norm.weight == 1).all()) else norm.weight
 
 
 def _product(kind: Kind, module: nn.Module, **more: Any) -> Phase:
