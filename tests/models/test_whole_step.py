@@ -489,7 +489,7 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(RuntimeError, match="cell must have a slot"):
         program.run(tokens[:2], tokens[:2], state["cell"][:, :0], None, 1e-5)
     table = torch.zeros(8, 64, dtype=torch.bfloat16, device="cuda")
-    how = {"gates": 2, "linear_candidate": False, "normalize_gates": True}
+    how = {"cell": "mingru", "linear_candidate": False, "normalize_gates": True}
     ends = Phase(kind="logits", weight=torch.zeros(8, 128, dtype=torch.bfloat16, device="cuda"))
     with pytest.raises(RuntimeError, match="inputs of phase 1 must be the channels"):
         Program([Phase(kind="embed", weight=table), ends], **how).run(
