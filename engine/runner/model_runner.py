@@ -399,18 +399,16 @@ class ModelRunner:
 
         Chunks whose hidden states are stored, so that nothing need be read, come first.
         """
-        stored = self._copier.hidden_at(plan.prefill)
+        stored = [chunk for chunk in plan.prefill if chunk.source is not None]
         reading = [chunk for chunk in plan.prefill if chunk.source is None]
         slots = [chunk.slot for chunk in plan.prefill if chunk.sample]
         # If the host takes part in the sampling of a plan's rows, it does so for all of the plan.
         sample = (plan.plain or not plan.decode) and self._context.params.all_plain(slots)
         hidden, logits, sample_steps = None, [], []
-        if stored is not None:
-            known = self._model.logits(stored)
-            logits.append(known)
+        if stored:
+            logits.append(self._stored_logits(stored))
             if sample:
-                done = [chunk for chunk in plan.prefill if chunk.source is not None]
-                sample_steps.append(self._prefill.sample(known, done))
+                sample_steps.append(self._prefill.sample(logits[0], stored))
         if reading:
             read = self._prefill(reading, sample)
             hidden = read.hidden
@@ -421,6 +419,20 @@ class ModelRunner:
         if len(logits) > 1:
             logits = [torch.cat(logits)]
         return _Read(hidden, logits[0] if logits else None, sample_steps)
+
+    def _stored_logits(self, chunks: Sequence[PrefillChunk]) -> Tensor:
+        """Return the logits [n, vocab] fp32 after the hidden states stored at the chunks' sources.
+
+        They are computed once for each source, since samples of one prompt share theirs.
+        """
+        sources = [chunk.source for chunk in chunks if chunk.source is not None]
+        rows = {source: row for row, source in enumerate(dict.fromkeys(sources))}
+        logits = self._model.logits(self._copier.hidden_at(list(rows)))
+        if len(rows) == len(sources):
+            return logits
+        return logits.index_select(
+            0, self._context.uploads.put([rows[source] for source in sources])
+        )
 
 
 def _fetch(

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.ops.upload import UploadRing
 from engine.runner.host_pool import HostStatePool
 from engine.runner.state_pool import StatePool
-from engine.step_plan import INITIAL, Admission, Copy, Load, PrefillChunk, Store
+from engine.step_plan import INITIAL, Admission, Copy, Load, Store
 
 
 class StateCopier:
@@ -96,11 +96,8 @@ class StateCopier:
             states = leaving[0] if len(leaving) == 1 else torch.cat(leaving)
             self._host.save(states, [~target for _, target in (*through, *outwards)])
 
-    def hidden_at(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
-        """Return the hidden states [n, d_model] stored at the chunks' sources; None without any."""
-        sources = [chunk.source for chunk in chunks if chunk.source is not None]
-        if not sources:
-            return None
+    def hidden_at(self, sources: Sequence[int]) -> Tensor:
+        """Return the hidden states [n, d_model] stored at these places, of the model's type."""
         found = self._hidden.new_empty(len(sources), self._hidden.shape[1])
         on_host = [i for i, source in enumerate(sources) if source < 0]
         on_device = [i for i, source in enumerate(sources) if source >= 0]
