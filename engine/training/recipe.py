@@ -31,7 +31,7 @@ class Recipe:
     final_learning_rate: float = 0.0  # end of the cosine schedule, at the last step
     beta1: float = 0.9
     beta2: float = 0.999
-    weight_decay: float = 0.01  # for matrices; biases, gains and initial states do not decay
+    weight_decay: float = 0.01  # for matrices; biases, gains, initial states, lower bounds: none
     clip: float = 0.25  # global gradient norm; 0 = no clipping
     dropout: float = 0.2
     ema: float = 0.0  # decay of the averaged weights that are evaluated and kept; 0 = no averaging

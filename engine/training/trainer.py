@@ -249,9 +249,14 @@ class Trainer:
 
 
 def _adamw(model: LM, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
-    """Make AdamW (arXiv 1711.05101) without weight decay for vectors: biases, gains, h_0."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    """Make AdamW (arXiv 1711.05101) without weight decay for vectors.
+
+    These are biases, gains, initial states, and lower bounds, which are a vector of each layer.
+    """
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim >= 2 and name != "lower_bounds" else vectors).append(parameter)
     return torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": recipe.weight_decay},

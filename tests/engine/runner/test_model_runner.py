@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from engine.config import SCAN_CHUNK, EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.models.backends.cpu import CpuBackend
+from engine.models.backends.dispatch import PathBackend
 from engine.models.loader import load_model, save_model
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
@@ -292,13 +293,18 @@ def test_scoring_never_holds_more_logits_than_a_block(
     """In number of rows that the head is given, over a prompt much longer than a block."""
     monkeypatch.setattr(scoring, "BLOCK_BYTES", 4 * VOCAB * 16)
     rows: list[int] = []
-    logits = CpuBackend.logits
 
-    def counting(model: CpuBackend, hidden: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return logits(model, hidden)
+    def count(backend: type[CpuBackend] | type[PathBackend]) -> None:
+        logits: Any = backend.logits
 
-    monkeypatch.setattr(CpuBackend, "logits", counting)
+        def counting(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+            rows.append(len(hidden))
+            return cast("torch.Tensor", logits(self, hidden))
+
+        monkeypatch.setattr(backend, "logits", counting)
+
+    count(CpuBackend)
+    count(PathBackend)
     runner = load(folder)
     prompt = random_prompt(200, 1)
     plan = StepPlan(
