@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from engine.config import ModelConfig, Quantization
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.models import registry
 from engine.models.backends import cpu
 from engine.models.backends.blocks import compile_blocks
 from engine.models.hgrn.config import HgrnConfig
-from engine.models.hgrn.family import HgrnFamily
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
-from engine.models.loader import quantize_model
+from engine.models.loader import load_model, quantize_model
 from engine.models.quantize import dequantize
 from engine.models.quantized import quantized_matrices
 from engine.models.recurrence import lower_bounds_of
@@ -37,22 +40,12 @@ CONVOLVED: dict[str, Any] = {"use_short_conv": True, "expand_ratio": 1.5}
 
 
 def model_of(values: dict[str, Any], weights: hgrn.Weights) -> LanguageModel:
-    """A model whose tensors are put together as the family's map says."""
-    config = registry.config_from_dict(values)
-    family = registry.family_of(config)
-    assert isinstance(family, HgrnFamily)
-    plan = family.published_weights(config, {name: tuple(t.shape) for name, t in weights.items()})
-    model = family.build(config)
-    own, used = model.state_dict(), set()
-    assert set(plan.tensors) == set(own)
-    loaded = {}
-    for name, parts in plan.tensors.items():
-        used |= {part.name for part in parts}
-        assert all(tuple(weights[part.name].shape) == part.shape for part in parts)
-        loaded[name] = torch.cat([weights[part.name] for part in parts]).reshape(own[name].shape)
-    assert used | plan.ignored >= set(weights) >= used
-    model.load_state_dict(loaded)
-    return model.eval()
+    """The model that is loaded from a published folder."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(values))
+        save_file(weights, folder / "model.safetensors")
+        return load_model(folder, "cpu")[0]
 
 
 def build(changes: dict[str, Any]) -> tuple[LanguageModel, dict[str, Any], hgrn.Weights]:
@@ -284,6 +277,19 @@ def test_a_published_config_is_read(changes: dict[str, Any]) -> None:
     assert registry.config_from_dict(config.to_dict()) == config
 
 
+def test_a_folder_with_tensors_of_another_layout_is_refused() -> None:
+    values = {**hgrn.VALUES, "use_short_conv": True}
+    weights = hgrn.published_weights(values)
+    model = model_of(values, weights)
+    assert (model.config.dtype, model.config.eos_token_id) == ("float32", 2)
+    shared = {**weights, "model.layers.0.attn.h_conv1d.weight": torch.zeros(24, 1, 4)}
+    with pytest.raises(CheckpointError, match=r"h_conv1d.*unexpected"):
+        model_of(values, shared)
+    del weights["model.layers.1.attn.f_conv1d.weight"]
+    with pytest.raises(CheckpointError, match=r"f_conv1d.*missing"):
+        model_of(values, weights)
+
+
 @pytest.mark.parametrize(
     ("given", "hidden"),
     [
@@ -305,8 +311,7 @@ def test_the_published_sizes() -> None:
     assert (config.d_model, config.n_layers, config.state_bytes) == (2048, 24, 196_608)
     larger = registry.config_from_dict({**given, "hidden_size": 2560, "num_hidden_layers": 32})
     assert larger.state_bytes == 327_680
-    old = registry.config_from_dict({**given, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"})
-    assert (old.norm_eps, old.dtype) == (1e-5, "bfloat16")
+    assert registry.config_from_dict({**given, "rms_norm_eps": 1e-5}).norm_eps == 1e-5
 
 
 @pytest.mark.parametrize(

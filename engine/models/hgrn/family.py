@@ -70,8 +70,6 @@ class HgrnFamily(Family):
                 lower_bounds=values.get("use_lower_bound", True),
                 norm_eps=values.get("norm_eps", values.get("rms_norm_eps", 1e-6)),
                 tie_embeddings=values.get("tie_word_embeddings", False),
-                eos_token_id=values.get("eos_token_id", 2),
-                dtype=values.get("dtype") or values.get("torch_dtype") or "float32",
             )
         except ConfigError as error:
             theirs = _PUBLISHED_NAMES.get(error.param or "")
