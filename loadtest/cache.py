@@ -5,10 +5,15 @@
 First, prompts that no cached state matches, with the prefix cache on and off in turn (processor
 time, because only the ratio matters). Then a long context: read, found in the cache, continued by
 the state's name. Last, the time to fork, export and import a state. Medians, on one thread.
+
+    python -m loadtest.cache --model 113m --only sizes
+
+prints only how many states fit in main memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
 import statistics
@@ -16,14 +21,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from engine.config import EngineConfig
+import torch
+
+from engine.config import EngineConfig, ModelConfig, host_rows
 from engine.engine import Engine
+from engine.models import loader
 from engine.protocol.requests import KeepState, Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.state_calls import StateCall, StateReply
 from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
+from engine.state_spec import hidden_bytes_of
 from engine.step_plan import StepPlan
+from loadtest.lm_models import SIZES, size_config, subject
 from loadtest.report import command_line
 
 CLIENT = "loadtest"
@@ -144,15 +154,40 @@ def measure_gain(runner: ModelRunner, context: int, repeats: int) -> None:
     served.close()
 
 
+def print_sizes(config: ModelConfig) -> None:
+    """Print how many states of a model fit in 1 GiB of main memory."""
+    one = config.state_bytes
+    row = one + hidden_bytes_of(config.d_model)
+    rows = host_rows(EngineConfig(host_state_bytes=2**30), state_bytes=one, d_model=config.d_model)
+    print(f"a state {one:,} bytes, a row of main memory {row:,}: {rows:,} states in 1 GiB\n")
+
+
 def main() -> None:
     parser = command_line("cache", __doc__)
-    parser.add_argument("--model", default="shakespeare-mingru", help="a bundled model or a folder")
+    parser.add_argument(
+        "--model",
+        default="shakespeare-mingru",
+        help=f"a bundled model, a folder, or a size with random weights: {', '.join(SIZES)}",
+    )
+    parser.add_argument("--only", choices=["sizes"], help="print only the sizes of states")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--context", type=int, default=20_000, help="length of the context, tokens")
     parser.add_argument("--repeats", type=int, default=5, help="repeats of each measurement")
     args = parser.parse_args()
-    config = EngineConfig(model=args.model, device=args.device, threads=args.threads, max_slots=64)
+    if args.model not in SIZES:
+        print_sizes(loader.load_config(loader.resolve(args.model)))
+        if args.only is None:
+            _measure(args.model, args)
+        return
+    print_sizes(size_config(args.model, "mingru", "bfloat16"))
+    if args.only is None:
+        with subject(args.model, "mingru", torch.device("cpu"), "bfloat16") as made:
+            _measure(str(made.folder), args)
+
+
+def _measure(model: str, args: argparse.Namespace) -> None:
+    config = EngineConfig(model=model, device=args.device, threads=args.threads, max_slots=64)
     on = ModelRunner(config)
     off = ModelRunner(dataclasses.replace(config, share_slots=0, host_state_bytes=0))
     on.warm_up()

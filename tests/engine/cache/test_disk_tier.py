@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from engine.protocol.requests import KeepState, Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.runner.model_runner import ModelRunner
+from engine.safetensors_container import Tensor, serialize
 from engine.state_spec import StateSpec
 from tests.engine.cache.test_named_states import Talk, text
 from tests.engine.cache.test_radix_tree import nodes_of
@@ -398,3 +401,35 @@ def test_no_bit_of_a_file_flips_unseen() -> None:
         except StateMalformed:
             seen += 1
     assert seen > 8 * len(content) // 2
+
+
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_files_of_format_1_are_states_without_a_hidden_state(with_logits: bool) -> None:
+    shape = StateLayout("f", 50, (StateSpec("cell", 2, (6,)),), 4)
+    state, ids = bytes(range(48)), pack_ids([7, 8, 9])
+    stored = state + bytes(200 * with_logits)
+
+    def sum_of(*parts: bytes) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            digest.update(part)
+        return digest.hexdigest()
+
+    metadata = {
+        "format": "minserve.prefix.1",
+        "variant": "v",
+        "owner": "alice",
+        "salt": "salt",
+        "with_logits": str(int(with_logits)),
+        "text_sum": sum_of(ids, json.dumps(["v", "alice", "salt", with_logits]).encode()),
+        "state_sum": sum_of(stored),
+    }
+    text = Tensor("text", "I32", [3], ids)
+    content = serialize(metadata, [text, Tensor("state", "U8", [len(stored)], stored)])
+    head = prefix_file.parse_head(content[: len(content) - len(stored)], "v", shape)
+    assert head == Head("alice", "salt", ids, False, len(content))
+    assert prefix_file.parse(content, "v", shape) == state
+    assert len(stored) <= prefix_file.most_state_bytes(shape)
+    for wrong in (content[:-1], content + b"0", damage_state(content)):
+        with pytest.raises(StateMalformed):
+            prefix_file.parse(wrong, "v", shape)
