@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import SCAN_CHUNK
+from engine.config import SCAN_CHUNK, ModelConfig
+from engine.models import registry
 from engine.models.backends import (
     cluster_decode,
     cublas,
@@ -21,6 +22,8 @@ from engine.models.backends import (
 )
 from engine.models.backends.dispatch import ExecutionPath, PathBackend
 from engine.models.backends.hopper import HopperBackend, supports
+from engine.models.hgrn.config import HgrnConfig
+from engine.models.language_model import LanguageModel
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
@@ -35,6 +38,7 @@ Backend = TypeVar("Backend", bound=PathBackend)
 CUDA = torch.device("cuda")
 
 _BASE = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3)
+_HGRN = HgrnConfig(vocab_size=66, d_model=384, n_layers=3, inner=384, mlp_hidden=1024)
 CONFIGS = {
     "mingru": _BASE,
     "minlstm": dataclasses.replace(_BASE, cell="minlstm"),
@@ -48,21 +52,33 @@ CONFIGS = {
     "medium": dataclasses.replace(_BASE, d_model=768, n_layers=2, expansion=1.5),
     "large": dataclasses.replace(_BASE, d_model=2048, n_layers=1, expansion=1.5, vocab_size=20000),
 }
+# These and models with output gates, which not every kernel computes.
+ALL_CONFIGS: dict[str, ModelConfig] = {
+    **CONFIGS,
+    "hgrn": _HGRN,
+    "hgrn-wide": dataclasses.replace(_HGRN, inner=768, mlp_hidden=1000, lower_bounds=False),
+    "hgrn-large": dataclasses.replace(
+        _HGRN, d_model=2048, n_layers=1, inner=2048, mlp_hidden=5632, vocab_size=20000
+    ),
+    "hgrn-in-our-block": dataclasses.replace(
+        _BASE, cell="hgrn", conv_kernel=4, cell_bias=True, out_bias=True
+    ),
+}
 
 
-def build(config: MinRnnConfig, dtype: torch.dtype) -> LM:
+def build(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
     torch.manual_seed(1)
-    model = LM(config).eval()
+    model = registry.build(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "lower_bounds")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model.to("cuda", dtype)
 
 
-def exact_of(model: LM) -> LM:
+def exact_of(model: LanguageModel) -> LanguageModel:
     """The same weights, rounded as they are, computed with in fp32."""
-    exact = LM(model.config).to("cuda").eval()
+    exact = registry.build(model.config).to("cuda").eval()
     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
     return exact
 
@@ -76,6 +92,11 @@ def only(backend: Backend, *names: str) -> Backend:
 
 def path_of(backend: PathBackend, name: str) -> ExecutionPath:
     return next(path for path in backend.paths if path.name == name)
+
+
+def hidden_of(state: ModelState) -> Tensor:
+    """The states of the recurrences [layers, rows, channels], the first of a family's tensors."""
+    return next(iter(state.named.values()))
 
 
 def copied(state: ModelState) -> ModelState:
@@ -99,9 +120,9 @@ def prepare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return apply
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
-    config = CONFIGS[name]
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     assert supports(model, CUDA) is None
     exact = exact_of(model)  # before weights move
@@ -124,12 +145,12 @@ def test_steps_as_the_model_does(name: str, prepare: Prepare) -> None:
             allowed = 2 * relative_error(plain[live], right[live]) + 2e-3
             assert relative_error(got[live], right[live]) < allowed
         dead = [row for row in range(batch + 2) if row not in slots.tolist()]
-        assert torch.equal(ours["cell"][:, dead], theirs["cell"][:, dead])
+        assert torch.equal(hidden_of(ours)[:, dead], hidden_of(theirs)[:, dead])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
-    config = CONFIGS[name]
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     exact = exact_of(model)  # before weights move
     quick = HopperBackend(model)
@@ -148,8 +169,8 @@ def test_reads_prompts_as_the_model_does(name: str, prepare: Prepare) -> None:
             right = exact.logits(exact.prefill(tokens, cu_seqlens, reference, slots))
             assert got.shape == plain.shape
             assert relative_error(got, right) < 2 * relative_error(plain, right) + 2e-3
-        allowed = 2 * relative_error(theirs["cell"], reference["cell"]) + 2e-3
-        assert relative_error(ours["cell"], reference["cell"]) < allowed
+        allowed = 2 * relative_error(hidden_of(theirs), hidden_of(reference)) + 2e-3
+        assert relative_error(hidden_of(ours), hidden_of(reference)) < allowed
 
 
 def test_what_is_prepared_is_measured() -> None:
@@ -184,7 +205,7 @@ def test_bests_of_steps(vocabulary: int, bias: bool, name: str) -> None:
     to_bests = quick.step_to_bests(rows)
     assert to_bests is not None
     ids = ids_of(to_bests(tokens, its, slots))
-    assert torch.equal(mine["cell"], its["cell"])
+    assert torch.equal(hidden_of(mine), hidden_of(its))
     at_best = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
     assert relative_error(at_best[1:], logits.amax(1)[1:]) < 0.005
     assert (ids == logits.argmax(1))[1:].float().mean() > 0.95
@@ -205,7 +226,7 @@ def test_bests_in_a_fixed_order(bias: bool) -> None:
         to_bests = quick.step_to_bests(rows)
         assert to_bests is not None
         best = to_bests(tokens[:rows], its, slots)
-        assert torch.equal(mine["cell"], its["cell"])
+        assert torch.equal(hidden_of(mine), hidden_of(its))
         assert torch.equal(best[:, : -(-7001 // PART)], best_of(logits))
         of_all = best[:33] if of_all is None else of_all
         assert torch.equal(best[:33], of_all)
@@ -283,7 +304,7 @@ def test_large_vocabularies_have_a_head_behind_clusters(vocabulary: int, apart: 
         right = exact.logits(exact.step(tokens, its, slots))
         assert got.shape == right.shape and got.dtype == torch.float32
         assert relative_error(got, right) < 0.02
-        assert relative_error(mine["cell"], its["cell"]) < 0.02
+        assert relative_error(hidden_of(mine), hidden_of(its)) < 0.02
 
 
 def test_where_logits_are_as_quick_no_bests_are_told() -> None:
@@ -301,8 +322,9 @@ def test_where_logits_are_as_quick_no_bests_are_told() -> None:
         assert quick.step_to_bests(rows) is None
 
 
-def test_a_prompt_and_its_steps_agree() -> None:
-    model = build(CONFIGS["conv"], torch.bfloat16)
+@pytest.mark.parametrize("name", ["conv", "hgrn", "hgrn-in-our-block"])
+def test_a_prompt_and_its_steps_agree(name: str) -> None:
+    model = build(ALL_CONFIGS[name], torch.bfloat16)
     quick = HopperBackend(model)
     tokens, slots = (
         torch.randint(0, 66, (30,), device="cuda", dtype=torch.int32),
@@ -313,11 +335,12 @@ def test_a_prompt_and_its_steps_agree() -> None:
     for at in range(30):
         logits = quick.step(tokens[at : at + 1], stepped, slots)
     assert relative_error(logits, quick.logits(hidden[-1:])) < 0.02
-    assert relative_error(stepped["cell"], read["cell"]) < 0.02
+    assert relative_error(hidden_of(stepped), hidden_of(read)) < 0.02
 
 
-def test_a_graph_of_it_replays() -> None:
-    config = CONFIGS["conv"]
+@pytest.mark.parametrize("name", ["conv", "hgrn"])
+def test_a_graph_of_it_replays(name: str) -> None:
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     quick = HopperBackend(model)
     tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
@@ -332,14 +355,14 @@ def test_a_graph_of_it_replays() -> None:
         assert torch.equal(logits, one)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
-    config = CONFIGS[name]
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     quick = HopperBackend(model, deterministic=True)
     most = 1100
     start = model.new_state(most)
-    start["cell"].add_(torch.rand_like(start["cell"]))
+    hidden_of(start).add_(torch.rand_like(hidden_of(start)))
     if start.get("conv") is not None:
         start["conv"].add_(torch.randn_like(start["conv"]))
     tokens = torch.randint(0, config.vocab_size, (2, most), device="cuda", dtype=torch.int32)
@@ -350,7 +373,7 @@ def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
         at = int32(slots, "cuda")
         for step in range(2):
             logits = quick.step(tokens[step, slots].contiguous(), state, at)
-        return logits, state["cell"][:, slots]
+        return logits, hidden_of(state)[:, slots]
 
     logits, cell = read(list(range(most)))
     for batch in (1, 3, 8, 13, 32, 60, 130, 400, 1000):
@@ -359,9 +382,9 @@ def test_deterministic_steps_have_the_bits_of_a_row_alone(name: str) -> None:
         assert torch.equal(got, logits[slots]) and torch.equal(moved, cell[:, slots])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL_CONFIGS)
 def test_deterministic_prompts_have_the_bits_of_one_alone_and_whole(name: str) -> None:
-    config = CONFIGS[name]
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     quick = HopperBackend(model, deterministic=True)
     lengths = [700, 1, 40, 3 * SCAN_CHUNK, 1500, 129]
@@ -385,14 +408,14 @@ def test_deterministic_prompts_have_the_bits_of_one_alone_and_whole(name: str) -
             ]
             assert torch.equal(torch.cat(got), expected)
             assert torch.equal(quick.logits(hidden[edges[slots.index(slot)] :][:1]), expected[:1])
-            assert torch.equal(state["cell"][:, 1], together["cell"][:, slot])
+            assert torch.equal(hidden_of(state)[:, 1], hidden_of(together)[:, slot])
             if state.get("conv") is not None and together.get("conv") is not None:
                 assert torch.equal(state["conv"][:, 1], together["conv"][:, slot])
 
 
-@pytest.mark.parametrize("name", ["mingru", "minlstm", "conv", "large"])
+@pytest.mark.parametrize("name", ["mingru", "minlstm", "conv", "large", "hgrn", "hgrn-large"])
 def test_deterministic_reads_and_steps_as_the_model_does(name: str) -> None:
-    config = CONFIGS[name]
+    config = ALL_CONFIGS[name]
     model = build(config, torch.bfloat16)
     exact, as_it_was = exact_of(model), build(config, torch.bfloat16)  # before weights move
     quick = HopperBackend(model, deterministic=True)
@@ -424,6 +447,10 @@ def test_what_it_does_not_run() -> None:
         assert "not bfloat16" in str(supports(build(_BASE, dtype), CUDA))
     wide = build(dataclasses.replace(_BASE, d_model=200), torch.bfloat16)
     assert "d_model a multiple of" in str(supports(wide, CUDA))
+    narrow = dataclasses.replace(_HGRN, inner=200)
+    assert "with an output gate" in str(supports(build(narrow, torch.bfloat16), CUDA))
+    convolved = build(dataclasses.replace(_HGRN, conv_kernel=4), torch.bfloat16)
+    assert supports(convolved, CUDA) == "convolutions between gates and recurrence"
     narrow = dataclasses.replace(_BASE, expansion=1.0, out_projection=False)
     assert supports(build(narrow, torch.bfloat16), CUDA) == "no out projection"
     assert supports(LM(_BASE).bfloat16(), torch.device("cpu")) == "not on a GPU"

@@ -7,11 +7,14 @@ import dataclasses
 import pytest
 import torch
 
+from engine.models import registry
 from engine.models.backends import cluster_decode, cpu, cublas, fused_gemm, persistent_decode
+from engine.models.backends.blocks import compile_blocks, lower_bounds
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.fused_gemm import supports_widths
 from engine.models.backends.selector import select_backend
+from engine.models.hgrn.config import HgrnConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from tests.models.variants import blocks_of
@@ -41,11 +44,27 @@ def test_no_kernel_takes_a_cell_for_another() -> None:
 @pytest.mark.gpu
 def test_no_kernel_on_a_gpu_takes_a_cell_for_another() -> None:
     cuda, model = torch.device("cuda"), of_another_cell().to("cuda", torch.bfloat16)
-    for path in (fused_gemm, cublas, persistent_decode, cluster_decode):
+    for path in (persistent_decode, cluster_decode):
         assert path.supports(model, cuda) == REFUSAL
+    for path in (fused_gemm, cublas):
+        assert path.supports(model, cuda) == REFUSAL.replace(" and minlstm", ", minlstm and hgrn")
     served = select_backend(model, cuda)
     assert isinstance(served, EagerBackend)
     assert [path.name for path in served.paths] == ["torch"]
+
+
+@pytest.mark.gpu
+def test_which_kernels_take_hgrn() -> None:
+    cuda = torch.device("cuda")
+    config = HgrnConfig(vocab_size=66, d_model=384, n_layers=1, inner=384, mlp_hidden=512)
+    model = registry.build(config).to("cuda", torch.bfloat16)
+    for path in (persistent_decode, cluster_decode):
+        assert path.supports(model, cuda) == REFUSAL.replace("other", "hgrn")
+    for path in (fused_gemm, cublas):
+        assert path.supports(model, cuda) is None
+        convolved = registry.build(dataclasses.replace(config, conv_kernel=4))
+        reason = path.supports(convolved.to("cuda", torch.bfloat16), cuda)
+        assert reason == "convolutions between gates and recurrence"
 
 
 def test_kernels_for_gpus_say_that_there_is_none() -> None:
@@ -65,3 +84,28 @@ def test_kernels_for_gpus_say_that_there_is_none() -> None:
 )
 def test_widths_that_kernels_can_cut(changes: dict[str, int], taken: bool) -> None:
     assert supports_widths(blocks_of(dataclasses.replace(CONFIG, **changes))) is taken
+
+
+@pytest.mark.parametrize(("inner", "hidden", "taken"), [(64, 72, True), (72, 72, False)])
+def test_widths_behind_an_output_gate(inner: int, hidden: int, taken: bool) -> None:
+    with torch.device("meta"):
+        model = registry.build(
+            HgrnConfig(vocab_size=9, d_model=64, n_layers=1, inner=inner, mlp_hidden=hidden)
+        )
+    assert supports_widths(compile_blocks(model)) is taken
+
+
+def test_lower_bounds_are_those_of_the_weights_as_they_are() -> None:
+    config = HgrnConfig(vocab_size=9, d_model=8, n_layers=3, inner=8, mlp_hidden=8)
+    model = registry.build(config)
+    raw = model.get_parameter("lower_bounds")
+    torch.nn.init.normal_(raw, generator=torch.Generator().manual_seed(1))
+    model.bfloat16()
+    bounds = lower_bounds(compile_blocks(model).blocks)
+    shares = raw.detach().double().softmax(0)
+    for layer, bound in enumerate(bounds):
+        assert bound is not None and bound.dtype == torch.float32 and not bound.requires_grad
+        expected = shares[1 : layer + 1].sum(0)
+        torch.testing.assert_close(bound.double(), expected, rtol=1e-5, atol=1e-6)
+    without = registry.build(dataclasses.replace(config, lower_bounds=False))
+    assert lower_bounds(compile_blocks(without).blocks) == [None] * 3

@@ -7,20 +7,24 @@ import dataclasses
 import pytest
 import torch
 
+from engine.config import ModelConfig
+from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.cublas import CublasPath, supports
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.lm_head import LmHead
+from engine.models.hgrn.config import HgrnConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.state import ModelState
-from tests.models.test_hopper import CONFIGS, build, exact_of
+from tests.models.test_hopper import ALL_CONFIGS, build, exact_of, hidden_of
 from tests.models.variants import int32, relative_error
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-CASES = {
-    **CONFIGS,
+CASES: dict[str, ModelConfig] = {
+    **ALL_CONFIGS,
     "narrow": MinRnnConfig(cell="minlstm", vocab_size=29, d_model=40, n_layers=3, out_bias=True),
+    "hgrn-narrow": HgrnConfig(vocab_size=29, d_model=40, n_layers=3, inner=72, mlp_hidden=104),
 }
 
 
@@ -33,7 +37,9 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
     plain = build(config, torch.bfloat16)
     assert supports(model, CUDA) is None
     quick = CublasPath(model, LmHead.of(model))
-    assert all(bool((layer.cell_norm.weight == 1).all()) for layer in model.layers)
+    for block in compile_blocks(model).blocks:
+        norms = [block.norm, block.gated_norm, None if block.mlp is None else block.mlp.norm]
+        assert all(bool((norm.weight == 1).all()) for norm in norms if norm is not None)
     lengths = [130, 0, 7, 40, 1]
     rows = len(lengths) + 2
     if tuning:
@@ -59,16 +65,19 @@ def test_reads_and_steps_as_the_model_did(name: str, tuning: bool) -> None:
         usual = plain.logits(plain.step(one, theirs, slots))
         allowed = 2 * relative_error(usual[live], right[live]) + 2e-3
         assert relative_error(got[live], right[live]) < allowed
-    allowed = 2 * relative_error(theirs["cell"], reference["cell"]) + 2e-3
-    assert relative_error(ours["cell"], reference["cell"]) < allowed
+    allowed = 2 * relative_error(hidden_of(theirs), hidden_of(reference)) + 2e-3
+    assert relative_error(hidden_of(ours), hidden_of(reference)) < allowed
     dead = [row for row in range(rows) if row not in slots.tolist()]
     fresh = model.new_state(rows)
-    never = [row for row in dead if torch.equal(theirs["cell"][:, row], fresh["cell"][:, row])]
-    assert torch.equal(ours["cell"][:, never], fresh["cell"][:, never])
+    never = [
+        row for row in dead if torch.equal(hidden_of(theirs)[:, row], hidden_of(fresh)[:, row])
+    ]
+    assert torch.equal(hidden_of(ours)[:, never], hidden_of(fresh)[:, never])
 
 
-def test_a_graph_of_it_replays() -> None:
-    model = build(CASES["medium"], torch.bfloat16)
+@pytest.mark.parametrize("name", ["medium", "hgrn"])
+def test_a_graph_of_it_replays(name: str) -> None:
+    model = build(CASES[name], torch.bfloat16)
     quick = CublasPath(model, LmHead.of(model))
     tokens, slots = int32([3, 5, 7], "cuda"), int32([2, 0, 1], "cuda")
     eager, replayed = model.new_state(3), model.new_state(3)
@@ -84,14 +93,14 @@ def test_a_graph_of_it_replays() -> None:
 def test_widths_that_kernels_do_not_take_are_read_plainly() -> None:
     config = dataclasses.replace(CASES["narrow"], d_model=20)
     model = build(config, torch.bfloat16)
-    norm = model.layers[0].cell_norm.weight.clone()
+    norm = compile_blocks(model).blocks[0].norm.weight.clone()
     assert supports(model, CUDA) == "widths are not multiples of 8"
     assert "float16" in str(supports(build(config, torch.float16), CUDA))
     EagerBackend(model)
-    assert torch.equal(model.layers[0].cell_norm.weight, norm)
+    assert torch.equal(compile_blocks(model).blocks[0].norm.weight, norm)
 
 
-@pytest.mark.parametrize("name", ["narrow", "conv"])
+@pytest.mark.parametrize("name", ["narrow", "conv", "hgrn-narrow"])
 def test_models_without_kernels_of_their_own_use_it(name: str) -> None:
     model = build(CASES[name], torch.bfloat16)
     exact = exact_of(model)
@@ -101,4 +110,7 @@ def test_models_without_kernels_of_their_own_use_it(name: str) -> None:
     tokens = torch.randint(0, 29, (40,), dtype=torch.int32, device="cuda")
     got = served.step(tokens, ours, slots)
     assert relative_error(got, exact.logits(exact.step(tokens, reference, slots))) < 0.03
-    assert isinstance(ours, ModelState) and relative_error(ours["cell"], reference["cell"]) < 0.03
+    assert (
+        isinstance(ours, ModelState)
+        and relative_error(hidden_of(ours), hidden_of(reference)) < 0.03
+    )
