@@ -21,6 +21,7 @@ from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode, _phases, _shapes, most_rows
 from engine.models.backends.selector import select_backend
 from engine.models.backends.weight_transforms import bytes_of_copy
+from engine.models.language_model import LanguageModel
 from engine.models.loader import quantize_model
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
@@ -126,11 +127,11 @@ def test_a_refusal_has_a_reason(changes: dict[str, object], reason: str) -> None
     assert rows == 0 and reason in refusal
 
 
-def chain_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
+def chain_of(model: LanguageModel, *, deterministic: bool = False) -> HopperBackend:
     return only(HopperBackend(model, deterministic=deterministic), fused_gemm.NAME)
 
 
-def whole_of(model: LM, *, deterministic: bool = False) -> HopperBackend:
+def whole_of(model: LanguageModel, *, deterministic: bool = False) -> HopperBackend:
     whole = HopperBackend(model, deterministic=deterministic)
     return only(whole, fused_gemm.NAME, persistent_decode.NAME)
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.config import ModelConfig
+from engine.models import registry
 from engine.models.backends.blocks import BlockModel, compile_blocks
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
@@ -71,7 +73,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-def blocks_of(config: MinRnnConfig) -> BlockModel:
+def blocks_of(config: ModelConfig) -> BlockModel:
     """Return the blocks of a model without memory for its weights."""
     with torch.device("meta"):
-        return compile_blocks(LM(config))
+        return compile_blocks(registry.build(config))
