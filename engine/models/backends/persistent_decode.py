@@ -11,9 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.models.backends.blocks import Block, BlockModel, Support, compile_blocks
+from engine.models.backends.blocks import (
+    Block,
+    BlockModel,
+    Support,
+    compile_blocks,
+    lower_bounds,
+)
 from engine.models.backends.dispatch import ExecutionPath, Workload
-from engine.models.backends.kernel_support import BLOCKS, lacks_hopper_kernels
+from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead
 from engine.models.language_model import LanguageModel
 from engine.models.quantize import QUANTIZED_DTYPES
@@ -25,7 +31,7 @@ from engine.ops.persistent_decode import Kind, Phase, PhaseShape, Program
 NAME = "persistent_decode"
 NAME_8_BIT = "persistent_decode in 8 bits"
 
-SUPPORT = Support(cells=(*BLOCKS.cells, "hgrn"), activations=("gelu", "swiglu"))
+SUPPORT = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
 
 
 def most_rows(model: BlockModel, processors: int, *, fixed_order: bool = False) -> int:
@@ -146,6 +152,7 @@ def path(
 
 def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
     blocks, program = model.blocks, model.program
+    bounds = lower_bounds(blocks)
 
     def read_by(index: int) -> dict[str, Any]:
         """Return the convolution that reads the input of layer `index`."""
@@ -167,7 +174,7 @@ def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
             this.gates,
             norm=this.norm.weight,
             layer=index,
-            lower_bound=_lower_bound(this),
+            lower_bound=bounds[index],
             output_norm=_output_norm(this),
         )
         assert this.out is not None
@@ -184,12 +191,6 @@ def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
         bias=head.bias,
         norm=program.norm.weight,
     )
-
-
-def _lower_bound(block: Block) -> Tensor | None:
-    """Return the least forget gates of the weights as they are now; None: 0."""
-    bound = block.recurrence.lower_bound
-    return None if bound is None else bound().detach().contiguous()
 
 
 def _output_norm(block: Block) -> Tensor | None:
