@@ -73,7 +73,7 @@ class Model {
 
   Cut cut(const Matrix& m) const {
     // What goes from row to row stays with one thread.
-    const bool by_rows = m.gates == 1 || !work_.layout.cu_seqlens;
+    const bool by_rows = !m.in_order || !work_.layout.cu_seqlens;
     return cut_of(work_.rows, by_rows ? kRowsOfBlock<Fed> : work_.rows, m.panels() / m.gates,
                   m.gates, thread_, team_.size);
   }
@@ -86,7 +86,7 @@ class Model {
     team_.barrier(from, bytes < kFetchedEarly ? bytes : kFetchedEarly);
   }
   const Matrix& first_matrix(const LayerPlan& layer) const {
-    return layer.conv_taps ? layer.pointwise : layer.gates;
+    return layer.conv.taps ? layer.pointwise : layer.gates;
   }
   const Matrix& after_back(std::int64_t l) const {
     return l + 1 < plan_.layers ? first_matrix(work_.layers[l + 1]) : plan_.head;
@@ -148,7 +148,7 @@ class Model {
     // parts, of whole blocks: the weights of all panels pass for each.
     constexpr std::int64_t block = kRowsOfBlock<Fed>;
     const std::int64_t all = mine.rows.end - mine.rows.begin;
-    const std::int64_t most = m.gates > 1 ? work_.rows : rows_in_cache<Fed>(stride);
+    const std::int64_t most = m.in_order ? work_.rows : rows_in_cache<Fed>(stride);
     const std::int64_t parts = all <= most ? 1 : (all - 1) / most + 1;
     for (std::int64_t part = 0; part < parts; ++part) {
       const Range blocks = part_of((all + block - 1) / block, part, parts);
@@ -157,10 +157,13 @@ class Model {
                     mine.panels, finish);
     }
   }
-  void add_to_x(const Matrix& m, const char* fed, std::int64_t stride) const {
+  // row_scales: of each row, what its sums are multiplied with; null: nothing.
+  void add_to_x(const Matrix& m, const char* fed, std::int64_t stride,
+                const float* row_scales = nullptr) const {
     product(m, fed, stride,
             [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
-              each_output(Output{m, panel, sums}, panels, [&](std::int64_t c, auto lanes, VF v) {
+              const Output out{m, panel, sums, row_scales ? row_scales[row] : 1.0f};
+              each_output(out, panels, [&](std::int64_t c, auto lanes, VF v) {
                 store(x(row) + c, load<VF>(x(row) + c, lanes) + v, lanes);
               });
             });
@@ -178,7 +181,7 @@ class Model {
 
   void front(std::int64_t l) {
     const LayerPlan& layer = work_.layers[l];
-    if (layer.conv_taps) {
+    if (layer.conv.taps) {
       convolve_rows(l);
       wait_before(layer.pointwise);
       add_to_x(layer.pointwise, to_.fed, fed_stride_);
@@ -193,20 +196,36 @@ class Model {
     const LayerPlan& layer = work_.layers[l];
     const Matrix& after = layer.mlp_norm ? layer.up : after_back(l);
     if (layer.out.data) {
-      add_to_x(layer.out, to_.h, h_stride_);
+      add_to_x(layer.out, to_.h, h_stride_, h_scales(layer, cut(layer.out).rows));
       wait_before(after);
     } else {
-      add_hidden();
+      add_hidden(layer);
       wait_before(after);
     }
     if (!layer.mlp_norm) return;
     const char* fed = norm(layer.mlp_norm, layer.up);
-    product(layer.up, fed, fed_stride_,
-            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
-              char* to = to_.mlp + row * mlp_stride_;
-              each_output(Output{layer.up, panel, sums}, panels,
-                          [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu_for<Fed>(v)); });
-            });
+    if (plan_.activation == MlpActivation::swiglu) {
+      product(layer.up, fed, fed_stride_,
+              [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+                char* to = to_.mlp + row * mlp_stride_;
+                const Output out{layer.up, panel, sums};
+                for (std::int64_t p = 0; p < panels; p += 2) {
+                  const std::int64_t first = (panel + p) / 2 * kPanel;
+#pragma GCC unroll 4
+                  for (int part = 0; part < kParts; ++part) {
+                    Fed::put(to, first + part * kWidth,
+                             silu(out.vector(p, part)) * out.vector(p + 1, part));
+                  }
+                }
+              });
+    } else {
+      product(layer.up, fed, fed_stride_,
+              [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+                char* to = to_.mlp + row * mlp_stride_;
+                each_output(Output{layer.up, panel, sums}, panels,
+                            [&](std::int64_t c, auto, VF v) { Fed::put(to, c, gelu_for<Fed>(v)); });
+              });
+    }
     wait_before(layer.down);
     add_to_x(layer.down, to_.mlp, mlp_stride_);
     wait_before(after_back(l));
@@ -229,8 +248,7 @@ class Model {
       const std::int64_t begin = i % runs * run;
       const std::int64_t end = begin + run < plan_.width ? begin + run : plan_.width;
       if (at.slot >= 0) {
-        convolve(plan_, work_.layers[l], at, to_.x,
-                 work_.conv + l * work_.conv_layer + at.slot * work_.conv_slot, work_.conv_tap,
+        convolve(plan_, work_.layers[l].conv, at, to_.x, work_.conv.at(l, at.slot), work_.conv.tap,
                  begin, end, put);
         continue;
       }
@@ -242,24 +260,39 @@ class Model {
 
   template <template <class> class CellOf>
   void recur(CellTag<CellOf>, std::int64_t l, const char* fed) const {
-    with_options<true>(plan_,
-                       [&](const auto& options) { recur_with<CellOf<VF>>(options, l, fed); });
+    with_options<CellOf<VF>::kHasOptions>(
+        plan_, [&](const auto& options) { recur_with<CellOf<VF>>(options, l, fed); });
   }
   template <class Cell, class O>
   void recur_with(const O& options, std::int64_t l, const char* fed) const {
     const Matrix& gates = work_.layers[l].gates;
-    product(
-        gates, fed, fed_stride_,
-        Recurrence<Cell, O, Fed>(options, gates, work_.layout, work_.cell + l * work_.cell_layer,
-                                 work_.cell_slot, to_.h, h_stride_, cut(gates).rows.begin));
+    product(gates, fed, fed_stride_,
+            Recurrence<Cell, O, Fed>(options, work_, l, cut(gates).rows.begin));
+  }
+  // What rows of h are yet to be multiplied with: RMSNorm's factor, if the cell has an output gate.
+  // Null: nothing.
+  const float* h_scales(const LayerPlan& layer, Range rows) const {
+    if (!layer.output_norm) return nullptr;
+    const std::int64_t panels = up_to(plan_.inner, kPanel) / kPanel;
+    float* const scales = to_.scales + thread_ * work_.rows;
+    for (std::int64_t r = rows.begin; r < rows.end; ++r) {
+      VF sums = splat<VF>(0.0f);
+      each_vector(0, panels, [&](std::int64_t p, auto lanes) {
+        sums = sums + load<VF>(to_.squares + r * panels + p, lanes);
+      });
+      scales[r] = inverse_rms(sum_of(sums), plan_.inner, plan_.eps);
+    }
+    return scales;
   }
 
   // x += h, where there is no projection.
-  void add_hidden() const {
+  void add_hidden(const LayerPlan& layer) const {
+    const float* const scales = h_scales(layer, {0, work_.rows});
     each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {
       const auto* h = reinterpret_cast<const typename Fed::element*>(to_.h + row * h_stride_);
+      const float scale = scales ? scales[row] : 1.0f;
       each_vector(begin, end, [&](std::int64_t c, auto lanes) {
-        store(x(row) + c, load<VF>(x(row) + c, lanes) + load<VF>(h + c, lanes), lanes);
+        store(x(row) + c, load<VF>(x(row) + c, lanes) + load<VF>(h + c, lanes) * scale, lanes);
       });
     });
   }

@@ -118,8 +118,13 @@ class Call {
     work.buffers.h = at += bytes(p.width);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
+    if (model_.layers[0].output_norm) {
+      work.buffers.squares = floats(rows * up_to(p.inner, kPanel) / kPanel);
+      work.buffers.scales = floats(threads_ * rows);
+    }
   }
-  void use_state(const Tensor& cell, const MaybeTensor& conv) {
+  void use_state(const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
+                 const MaybeTensor& f_conv) {
     const Plan& p = plan();
     check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner},
                   "[layers, slots, inner]");
@@ -128,18 +133,9 @@ class Call {
     work.cell = static_cast<float*>(cell.mutable_data_ptr());
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
-    check_.require(conv.has_value() == (p.taps > 0),
-                   "conv must be given for a model with "
-                   "convolutions, and only for one");
-    if (!conv) return;
-    check_.tensor(*conv, "conv", ScalarType::Float, {p.layers, cell.size(1), p.taps - 1, p.width},
-                  "[layers, slots, taps - 1, d_model]");
-    check_.require(p.width == 1 || conv->stride(3) == 1,
-                   "conv is changed in place, so its last dimension must be contiguous");
-    work.conv = static_cast<float*>(conv->mutable_data_ptr());
-    work.conv_layer = conv->stride(0);
-    work.conv_slot = conv->stride(1);
-    work.conv_tap = conv->stride(2);
+    work.conv = windows(conv, "conv", p.taps, p.width, cell.size(1));
+    work.gate_convs[0] = windows(i_conv, "i_conv", p.gate_taps, p.inner, cell.size(1));
+    work.gate_convs[1] = windows(f_conv, "f_conv", p.gate_taps, p.inner, cell.size(1));
   }
 
   void run() {
@@ -153,6 +149,19 @@ class Call {
   Work work;
 
  private:
+  Windows windows(const MaybeTensor& given, const char* name, std::int64_t taps,
+                  std::int64_t channels, std::int64_t slots) const {
+    check_.require(given.has_value() == (taps > 0), name,
+                   " must be given for a model with such convolutions, and only for one");
+    if (!given) return {};
+    check_.tensor(*given, name, ScalarType::Float, {plan().layers, slots, taps - 1, channels},
+                  "[layers, slots, taps - 1, channels]");
+    check_.require(channels == 1 || given->stride(3) == 1, name,
+                   " is changed in place, so its last dimension must be contiguous");
+    return {static_cast<float*>(given->mutable_data_ptr()), given->stride(0), given->stride(1),
+            given->stride(2)};
+  }
+
   const Check& check_;
   PackedModel model_;
   const Tensor& like_;
@@ -184,7 +193,8 @@ void check_token_type(const Check& check, const Tensor& tokens, const char* shap
 }  // namespace
 
 Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tensor& weights,
-               const Tensor& plan, const Tensor& cell, const MaybeTensor& conv) {
+               const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
+               const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
   const Check check("lm_step", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[batch]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -192,7 +202,7 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
   const std::int64_t batch = tokens.size(0);
   Call call(check, weights, plan, tokens, batch);
   const Plan& p = call.plan();
-  call.use_state(cell, conv);
+  call.use_state(cell, conv, i_conv, f_conv);
   Work& work = call.work;
   work.layout = step_layout(check, slots, cell.size(1), batch, p.inner);
   check_tokens(check, tokens, p.vocab, work.layout.slots);
@@ -207,7 +217,7 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
 
 Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tensor& slots_given,
                   const Tensor& weights, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv) {
+                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
   const Check check("lm_prefill", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[tokens]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -216,7 +226,7 @@ Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tens
   const std::int64_t rows = tokens.size(0);
   Call call(check, weights, plan, tokens, rows);
   const Plan& p = call.plan();
-  call.use_state(cell, conv);
+  call.use_state(cell, conv, i_conv, f_conv);
   Work& work = call.work;
   work.layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
   check_tokens(check, tokens, p.vocab, nullptr);

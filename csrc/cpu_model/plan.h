@@ -34,6 +34,7 @@ struct Matrix {
   std::int64_t inputs = 0;
   std::int64_t outputs = 0;  // of each gate
   std::int64_t gates = 1;    // matrices whose panels alternate
+  bool in_order = false;     // a prompt's rows come one after the other, to one thread
 
   std::int64_t panels() const { return gates * ((outputs + kPanel - 1) / kPanel); }
   std::int64_t group() const { return gates == 3 ? 3 : kMostPanels; }
@@ -49,22 +50,36 @@ struct Matrix {
   }
 };
 
+// A causal depthwise convolution.
+struct Convolution {
+  const float* taps = nullptr;  // [taps, padded channels]; null: there is none
+  const float* bias = nullptr;
+};
+
+// The cells that layers may have. One that reads fewer pre-activations than it has (HGRN) has an
+// output gate: the last pre-activation.
+using CpuModelCells = CellList<CellKind::mingru, CellKind::minlstm, CellKind::hgrn>;
+constexpr std::int64_t kGatedInputs = 2;  // that a cell with an output gate reads
+constexpr std::int64_t kMostGateTaps = 8;
+
 struct LayerPlan {
-  const float* conv_taps = nullptr;  // [taps, padded d_model]; null: no convolution
-  const float* conv_bias = nullptr;
+  Convolution conv;
   Matrix pointwise;
   const float* cell_norm = nullptr;
   Matrix gates;
-  Matrix out;  // no data: identity
+  Convolution gate_convs[kGatedInputs];  // of the pre-activations that the cell reads
+  const float* parameter = nullptr;      // of the cell, [inner]; null: it has none
+  const float* output_norm = nullptr;    // [inner]; null: the cell has no output gate
+  Matrix out;                            // no data: identity
   const float* mlp_norm = nullptr;
   Matrix up, down;  // no data: no MLP
 };
 
-// The cells that layers may have.
-using CpuModelCells = CellList<CellKind::mingru, CellKind::minlstm>;
+enum class MlpActivation : std::int64_t { gelu = 0, swiglu = 1 };
 
 struct Plan {
-  std::int64_t layers = 0, width = 0, inner = 0, hidden = 0, vocab = 0, taps = 0;
+  std::int64_t layers = 0, width = 0, inner = 0, hidden = 0, vocab = 0, taps = 0, gate_taps = 0;
+  MlpActivation activation = MlpActivation::gelu;
   CellKind cell = {};
   bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
@@ -91,11 +106,22 @@ struct Buffers {
   char* h = nullptr;    // [rows, inner]
   char* mlp = nullptr;  // [rows, hidden]
   char* own = nullptr;  // per thread [kOwnRows, width]
+  // Of cells with an output gate:
+  float* squares = nullptr;  // [rows, panels of inner]: sums over h * h
+  float* scales = nullptr;   // per thread [rows]
 };
 
 // Up to this many rows every thread prepares a matrix' input for itself, which costs less than
 // waiting for each other.
 constexpr std::int64_t kOwnRows = 4;
+
+// The inputs that convolutions carry on, [layers, slots, taps - 1, channels].
+struct Windows {
+  float* data = nullptr;
+  std::int64_t layer = 0, slot = 0, tap = 0;  // strides
+
+  float* at(std::int64_t l, std::int64_t s) const { return data + l * layer + s * slot; }
+};
 
 // A call: a step, a prefill, or the head alone.
 struct Work {
@@ -109,11 +135,11 @@ struct Work {
   Layout layout;
   float* cell = nullptr;  // [layers, slots, inner]
   std::int64_t cell_layer = 0, cell_slot = 0;
-  float* conv = nullptr;  // [layers, slots, taps - 1, width]
-  std::int64_t conv_layer = 0, conv_slot = 0, conv_tap = 0;
-  float* normed = nullptr;        // [rows, width]: the final norm's output, when wanted
-  const float* hidden = nullptr;  // [rows, width]: when given, only the head is applied to it
-  float* logits = nullptr;        // [rows, vocab], when wanted
+  Windows conv;                      // of width
+  Windows gate_convs[kGatedInputs];  // of inner
+  float* normed = nullptr;           // [rows, width]: the final norm's output, when wanted
+  const float* hidden = nullptr;     // [rows, width]: when given, only the head is applied to it
+  float* logits = nullptr;           // [rows, vocab], when wanted
 };
 
 using CpuModelFn = void (*)(const Work&, ThreadTeam&, std::int64_t thread);

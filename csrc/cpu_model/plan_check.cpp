@@ -8,7 +8,7 @@ namespace minserve {
 
 namespace {
 
-constexpr std::int64_t kVersion = 2;
+constexpr std::int64_t kVersion = 3;
 constexpr std::int64_t kMost = std::int64_t{1} << 32;  // of any width: products of two fit
 
 class Reader {
@@ -62,6 +62,14 @@ class Reader {
     require_cell<CpuModelCells>(check_, traits_of(kind).name);
     return kind;
   }
+  Convolution convolution(std::int64_t taps, std::int64_t channels) {
+    Convolution conv;
+    conv.taps = vector(taps * up_to(channels, kPanel));
+    conv.bias = vector(channels);
+    check_.require((taps > 0) == (conv.taps != nullptr) && (taps > 0 || !conv.bias),
+                   "plan must have all of a convolution or nothing");
+    return conv;
+  }
   // Four numbers: type, weights, scale, bias.
   Matrix matrix(bool half, std::int64_t inputs, std::int64_t outputs, std::int64_t gates) {
     Matrix m;
@@ -87,23 +95,33 @@ class Reader {
   std::int64_t left_;
 };
 
+bool has_output_gate(CellKind cell) {
+  return traits_of(cell).preactivations > traits_of(cell).inputs;
+}
+
 LayerPlan read_layer(Reader& from, const Plan& plan) {
   const Check& check = from.check();
   const std::int64_t width = plan.width, inner = plan.inner;
+  const CellTraits& cell = traits_of(plan.cell);
   LayerPlan layer;
-  layer.conv_taps = from.vector(plan.taps * up_to(width, kPanel));
-  layer.conv_bias = from.vector(width);
+  layer.conv = from.convolution(plan.taps, width);
   layer.pointwise = from.matrix(plan.half, width, width, 1);
-  check.require((plan.taps > 0) == (layer.conv_taps != nullptr) &&
-                    (plan.taps > 0) == (layer.pointwise.data != nullptr),
+  check.require((plan.taps > 0) == (layer.pointwise.data != nullptr),
                 "plan must have all of a convolution or nothing");
   layer.cell_norm = from.needed(width);
-  layer.gates = from.matrix(plan.half, width, inner, traits_of(plan.cell).preactivations);
+  layer.gates = from.matrix(plan.half, width, inner, cell.preactivations);
+  layer.gates.in_order = true;
   check.require(layer.gates.data, "plan leaves out a gate matrix");
+  if (has_output_gate(plan.cell)) {
+    for (Convolution& conv : layer.gate_convs) conv = from.convolution(plan.gate_taps, inner);
+    layer.output_norm = from.needed(inner);
+  }
+  if (cell.parameters > 0) layer.parameter = from.needed(inner);
   layer.out = from.matrix(plan.half, inner, width, 1);
   check.require(layer.out.data || inner == width, "plan leaves out an out projection");
   layer.mlp_norm = from.vector(width);
-  layer.up = from.matrix(plan.half, width, plan.hidden, 1);
+  layer.up =
+      from.matrix(plan.half, width, plan.hidden, plan.activation == MlpActivation::swiglu ? 2 : 1);
   layer.down = from.matrix(plan.half, plan.hidden, width, 1);
   check.require((plan.hidden > 0) == (layer.mlp_norm != nullptr) &&
                     (plan.hidden > 0) == (layer.up.data != nullptr) &&
@@ -137,6 +155,9 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   p.hidden = from.number(0, kMost);
   p.vocab = from.number(1, kMost);
   p.taps = from.number(0, 256);
+  p.activation = static_cast<MlpActivation>(from.number(0, 1));
+  p.gate_taps = from.number(0, has_output_gate(p.cell) ? kMostGateTaps : 0);
+  check.require(p.gate_taps != 1, "plan has convolutions of one tap between gates and recurrence");
   p.embedding_stored = from.stored(p.half);
   const std::int64_t element = p.embedding_stored == Kind::f32    ? 4
                                : p.embedding_stored == Kind::bf16 ? 2

@@ -38,39 +38,50 @@ class Sequences {
   Sequence now_ = {0, 0, -1};
 };
 
+// f(lanes) for a vector of which `left` channels are there.
+template <class F>
+MS_CELL void with_lanes(std::int64_t left, const F& f) {
+  if (left >= kWidth) {
+    f(Full{});
+  } else {
+    f(Part{static_cast<int>(left)});
+  }
+}
+
 // The recurrence of one layer, for runs of panels; each run has its rows from `first` on.
+//
+// A cell with an output gate g gives h * silu(g) * weight, as long as sums of h * h: RMSNorm's
+// other factor is the same for all channels of a row, so the next product takes it (h_scales() in
+// cpu.cpp), and no thread waits for the others' channels.
 template <class Cell, class O, class Fed>
 class Recurrence {
  public:
-  static_assert(kIsPlain<Cell>);
-  // state: [slots, inner], rows `slot_stride` apart; h: rows `h_stride` bytes apart.
-  Recurrence(const O& options, const Matrix& gates, const Layout& layout, float* state,
-             std::int64_t slot_stride, char* h, std::int64_t h_stride, std::int64_t first)
+  Recurrence(const O& options, const Work& work, std::int64_t l, std::int64_t first)
       : options_(options),
-        gates_(gates),
-        layout_(layout),
-        state_(state),
-        slot_stride_(slot_stride),
-        h_(h),
-        h_stride_(h_stride),
+        work_(work),
+        layer_(work.layers[l]),
+        l_(l),
+        state_(work.cell + l * work.cell_layer),
+        h_stride_(fed_row_bytes(work.plan->inner, sizeof(typename Fed::element))),
         first_(first),
-        sequences_(layout, first) {}
+        sequences_(work.layout, first) {}
 
   MS_CELL void operator()(std::int64_t row, std::int64_t panel, std::int64_t panels,
                           const float* sums) {
-    if (row == first_) sequences_ = Sequences(layout_, first_);
+    if (row == first_) sequences_ = Sequences(work_.layout, first_);
     const Sequence at = sequences_.of(row);
-    const Output out{gates_, panel, sums};
+    const Output out{layer_.gates, panel, sums};
     const std::int64_t position = row - at.begin;
     const When when = {position == 0, position % kScanChunk == 0, row + 1 == at.end};
-    char* const h = h_ + row * h_stride_;
-    float* const state = state_ + (at.slot < 0 ? 0 : at.slot) * slot_stride_;
+    char* const h = work_.buffers.h + row * h_stride_;
+    float* const state = state_ + (at.slot < 0 ? 0 : at.slot) * work_.cell_slot;
     Lane* lane = lanes_;
-    for (std::int64_t p = 0; p < panels; p += Cell::kInputs) {
-      const std::int64_t channel = (panel + p) / Cell::kInputs * kPanel;
+    for (std::int64_t p = 0; p < panels; p += Cell::kPreactivations) {
+      const std::int64_t of_inner = (panel + p) / Cell::kPreactivations;
+      [[maybe_unused]] VF squares = splat<VF>(0.0f);
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part, ++lane) {
-        const std::int64_t c = channel + part * kWidth, left = gates_.outputs - c;
+        const std::int64_t c = of_inner * kPanel + part * kWidth, left = layer_.gates.outputs - c;
         if (at.slot < 0 || left <= 0) {
           Fed::put(h, c, splat<VF>(0.0f));
           continue;
@@ -78,23 +89,85 @@ class Recurrence {
         VF in[Cell::kInputs];
 #pragma GCC unroll 4
         for (int n = 0; n < Cell::kInputs; ++n) in[n] = out.vector(p + n, part);
-        const Affine<VF> step = Cell::coefficients(options_, in);
-        if (left >= kWidth) {
-          Fed::put(h, c, advance(*lane, step, when, state + c, Full{}));
-        } else {
-          Fed::put(h, c, advance(*lane, step, when, state + c, Part{static_cast<int>(left)}));
+        if constexpr (kGated) {
+          if (work_.plan->gate_taps) {
+            convolve_inputs(in, windows_[lane - lanes_], when, at.slot, c, left);
+          }
         }
+        const Affine<VF> step = coefficients(in, c);
+        VF after;
+        with_lanes(left, [&](auto lanes) { after = advance(*lane, step, when, state + c, lanes); });
+        if constexpr (kGated) {
+          squares = fmadd(after, after, squares);
+          const VF weight = load<VF>(layer_.output_norm + c, Full{});
+          Fed::put(h, c, after * weight * silu(out.vector(p + Cell::kInputs, part)));
+        } else {
+          Fed::put(h, c, after);
+        }
+      }
+      if constexpr (kGated) {
+        work_.buffers.squares[row * ((layer_.gates.outputs + kPanel - 1) / kPanel) + of_inner] =
+            sum_of(squares);
       }
     }
   }
 
  private:
+  static constexpr bool kGated = Cell::kPreactivations > Cell::kInputs;
+  static_assert(!kGated || Cell::kInputs == kGatedInputs);
+  static_assert(Cell::kParameters <= 1 && Cell::kStates == 1 && Cell::kOutputs == 1);
+
   struct When {
     bool first, begins, last;  // of its sequence; of a chunk
+  };
+  struct Window {  // what a convolution has read before, the newest last
+    VF inputs[kMostGateTaps - 1];
   };
   struct Lane {  // since the chunk's start
     VF carry, h, a, b;
   };
+  static constexpr int kLanes = kMostPanels / Cell::kPreactivations * kParts;
+
+  MS_CELL Affine<VF> coefficients(const VF (&in)[Cell::kInputs], std::int64_t c) const {
+    if constexpr (Cell::kParameters > 0) {
+      return Cell::coefficients(options_, in, {{load<VF>(layer_.parameter + c, Full{})}});
+    } else {
+      return Cell::coefficients(options_, in);
+    }
+  }
+
+  // in <- the convolutions of in; the windows go on.
+  MS_CELL void convolve_inputs(VF (&in)[Cell::kInputs], Window (&windows)[Cell::kInputs],
+                               const When& when, std::int64_t slot, std::int64_t c,
+                               std::int64_t left) const {
+    const std::int64_t kept = work_.plan->gate_taps - 1;
+    const std::int64_t columns = up_to(work_.plan->inner, kPanel);
+#pragma GCC unroll 2
+    for (int n = 0; n < Cell::kInputs; ++n) {
+      const Convolution& conv = layer_.gate_convs[n];
+      VF* const window = windows[n].inputs;
+      float* const state = work_.gate_convs[n].at(l_, slot) + c;
+      const std::int64_t tap = work_.gate_convs[n].tap;
+      if (when.first) {
+        with_lanes(left, [&](auto lanes) {
+          for (std::int64_t k = 0; k < kept; ++k) window[k] = load<VF>(state + k * tap, lanes);
+        });
+      }
+      VF sum = conv.bias ? load<VF>(conv.bias + c, Full{}) : splat<VF>(0.0f);
+      for (std::int64_t k = 0; k < kept; ++k) {
+        sum = fmadd(load<VF>(conv.taps + k * columns + c, Full{}), window[k], sum);
+      }
+      sum = fmadd(load<VF>(conv.taps + kept * columns + c, Full{}), in[n], sum);
+      for (std::int64_t k = 0; k + 1 < kept; ++k) window[k] = window[k + 1];
+      window[kept - 1] = in[n];
+      if (when.last) {
+        with_lanes(left, [&](auto lanes) {
+          for (std::int64_t k = 0; k < kept; ++k) store(state + k * tap, window[k], lanes);
+        });
+      }
+      in[n] = sum;
+    }
+  }
 
   template <class L>
   static MS_CELL VF advance(Lane& lane, const Affine<VF>& step, const When& when, float* state,
@@ -113,21 +186,21 @@ class Recurrence {
   }
 
   const O& options_;
-  const Matrix& gates_;
-  const Layout& layout_;
+  const Work& work_;
+  const LayerPlan& layer_;
+  const std::int64_t l_;
   float* const state_;
-  const std::int64_t slot_stride_;
-  char* const h_;
   const std::int64_t h_stride_, first_;
   Sequences sequences_;
-  Lane lanes_[kMostPanels / Cell::kInputs * kParts];
+  Lane lanes_[kLanes];
+  Window windows_[kGated ? kLanes : 1][Cell::kInputs];
 };
 
 // Channels [begin, end) of the depthwise convolution of a sequence, given to put(row, channel,
 // vector); its carried inputs move on. x: [rows, width]; state: [taps - 1, width], rows tap_stride
 // apart.
 template <class F>
-void convolve(const Plan& plan, const LayerPlan& layer, const Sequence& at, const float* x,
+void convolve(const Plan& plan, const Convolution& conv, const Sequence& at, const float* x,
               float* state, std::int64_t tap_stride, std::int64_t begin, std::int64_t end,
               const F& put) {
   const std::int64_t columns = up_to(plan.width, kPanel), kept = plan.taps - 1;
@@ -138,10 +211,10 @@ void convolve(const Plan& plan, const LayerPlan& layer, const Sequence& at, cons
   };
   for (std::int64_t row = at.begin; row < at.end; ++row) {
     each_vector(begin, end, [&](std::int64_t c, auto lanes) {
-      VF sum = layer.conv_bias ? load<VF>(layer.conv_bias + c, lanes) : splat<VF>(0.0f);
+      VF sum = conv.bias ? load<VF>(conv.bias + c, lanes) : splat<VF>(0.0f);
       for (std::int64_t k = 0; k <= kept; ++k) {
-        sum = fmadd(load<VF>(layer.conv_taps + k * columns + c, lanes),
-                    input(row - kept + k, c, lanes), sum);
+        sum = fmadd(load<VF>(conv.taps + k * columns + c, lanes), input(row - kept + k, c, lanes),
+                    sum);
       }
       put(row, c, sum);
     });

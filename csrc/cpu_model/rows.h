@@ -1,4 +1,4 @@
-// Operations on single rows between products: embedding lookup, norms, GELU.
+// Operations on single rows between products: embedding lookup, norms, activations.
 #pragma once
 
 #include "multiply.h"
@@ -12,6 +12,23 @@ MS_CELL void each_vector(std::int64_t begin, std::int64_t end, const F& f) {
   std::int64_t c = begin;
   for (; c + kWidth <= end; c += kWidth) f(c, Full{});
   if (c < end) f(c, Part{static_cast<int>(end - c)});
+}
+
+// The sum of all lanes, by halves.
+MS_CELL float sum_of(VF v) {
+  float lanes[kWidth];
+  __builtin_memcpy(lanes, &v, sizeof(v));
+#pragma GCC unroll 4
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// What RMSNorm multiplies with, from the sum of squares.
+MS_CELL float inverse_rms(float squares, std::int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps);
 }
 
 // x <- RMSNorm(x) * weight, given to put(channel, vector). Four partial sums, combined in one
@@ -29,7 +46,7 @@ MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, f
   const VF total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   float sum = 0;
   for (int i = 0; i < kWidth; ++i) sum += total[i];
-  const float inverse = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + eps);
+  const float inverse = inverse_rms(sum, width, eps);
   each_vector(0, width, [&](std::int64_t c, auto lanes) {
     put(c, load<VF>(x + c, lanes) * inverse * load<VF>(weight + c, lanes), lanes);
   });
@@ -70,6 +87,12 @@ MS_CELL VF short_gelu(VF x) {
 template <class Fed>
 MS_CELL VF gelu_for(VF x) {
   return Fed::kHalf ? short_gelu(x) : gelu(x);
+}
+
+// x sigma(x). Of |x|, so that the exponential stays below one.
+MS_CELL VF silu(VF x) {
+  const VF small = exp2_of(absolute(x) * splat<VF>(-kLog2e)), inverse = reciprocal(small + 1.0f);
+  return x * (x < 0.0f ? small * inverse : inverse);
 }
 
 // Channels [begin, end) of row `index` of a table of `width` columns -> x.
@@ -139,12 +162,14 @@ struct Output {
   const Matrix& matrix;
   std::int64_t panel;  // of the run that finish() was given
   const float* sums;
+  float row_scale = 1.0f;
 
   // Vector `part` of panel `p` of the run.
   MS_CELL VF vector(std::int64_t p, int part) const {
     const std::int64_t at = p * kPanel + part * kWidth, column = panel * kPanel + at;
     VF v = load<VF>(sums + at, Full{});
     if (matrix.scale) v = v * load<VF>(matrix.scale + column, Full{});
+    v = v * row_scale;
     if (matrix.bias) v = v + load<VF>(matrix.bias + column, Full{});
     return v;
   }

@@ -1,9 +1,9 @@
 """lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
 
-`weights` and `plan` come from engine/models/backends/cpu.py, which describes them. The model's
-equations are those of engine/models/minrnn/lm.py. All threads go through a call's phases together
-and meet at barriers. Matrices are read once per call and block of rows. Factors of bfloat16 weights
-are rounded to bfloat16 first; everything else is fp32.
+`weights` and `plan` come from engine/models/backends/cpu.py, which describes them. The models'
+equations are those of engine/models/minrnn/lm.py and engine/models/hgrn/lm.py. All threads go
+through a call's phases together and meet at barriers. Matrices are read once per call and block of
+rows. Factors of bfloat16 weights are rounded to bfloat16 first; everything else is fp32.
 """
 
 import torch
@@ -19,6 +19,8 @@ def lm_step(
     plan: Tensor,
     cell: Tensor,
     conv: Tensor | None,
+    i_conv: Tensor | None = None,
+    f_conv: Tensor | None = None,
 ) -> Tensor:
     """Read one token of every row.
 
@@ -29,7 +31,9 @@ def lm_step(
         plan: int64 [numbers].
         cell: float32 [layers, slots, inner]; **changed in place**.
         conv: float32 [layers, slots, taps - 1, d_model], **changed in place**; None without
-            convolutions.
+            convolutions before the layers' first norms.
+        i_conv, f_conv: float32 [layers, slots, taps - 1, inner], **changed in place**; None without
+            convolutions of HGRN's input and forget gates.
 
     Returns:
         Logits, float32 [batch, vocab].
@@ -38,7 +42,9 @@ def lm_step(
         RuntimeError: shapes, types or devices do not fit, tokens or slots are out of range, or the
             plan refers to bytes outside of the weights.
     """
-    logits: Tensor = torch.ops.minserve.lm_step(tokens, slots, weights, plan, cell, conv)
+    logits: Tensor = torch.ops.minserve.lm_step(
+        tokens, slots, weights, plan, cell, conv, i_conv, f_conv
+    )
     return logits
 
 
@@ -50,6 +56,8 @@ def lm_prefill(
     plan: Tensor,
     cell: Tensor,
     conv: Tensor | None,
+    i_conv: Tensor | None = None,
+    f_conv: Tensor | None = None,
 ) -> Tensor:
     """Read packed prompts: sequence s has the tokens from cu_seqlens[s] to cu_seqlens[s + 1].
 
@@ -57,7 +65,7 @@ def lm_prefill(
         tokens: int32 or int64 [tokens].
         cu_seqlens: int32 [sequences + 1].
         slots: int32 [sequences]; negative: skipped.
-        weights, plan, cell, conv: as for `lm_step`.
+        weights, plan, cell, conv, i_conv, f_conv: as for `lm_step`.
 
     Returns:
         Hidden states after the final norm, float32 [tokens, d_model].
@@ -66,7 +74,7 @@ def lm_prefill(
         RuntimeError: as for `lm_step`.
     """
     hidden: Tensor = torch.ops.minserve.lm_prefill(
-        tokens, cu_seqlens, slots, weights, plan, cell, conv
+        tokens, cu_seqlens, slots, weights, plan, cell, conv, i_conv, f_conv
     )
     return hidden
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from engine.config import SCAN_CHUNK
 from engine.models.backends.cpu import CpuBackend, pack_matrix, supports
+from engine.models.hgrn.config import HgrnConfig
+from engine.models.hgrn.lm import HgrnLM
+from engine.models.language_model import LanguageModel
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
@@ -46,7 +49,7 @@ class _Int8(nn.Module):
         return self.weight.double() * scale.double()[:, None]
 
 
-def quantized(model: LM) -> tuple[LM, dict[str, Tensor]]:
+def quantized(model: LanguageModel) -> tuple[LanguageModel, dict[str, Tensor]]:
     """`model` with int8 matrices, and the weights that it then stands for, float64."""
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
@@ -75,19 +78,53 @@ def prefilled(packed: CpuBackend, tokens: Tensor, state: ModelState, slot: int) 
     return packed.logits(packed.prefill(tokens, bounds, state, int32([slot])))
 
 
-def wide(options: dict[str, object]) -> LM:
+def wide(options: dict[str, object]) -> LanguageModel:
     """A model of several panels, groups and blocks of steps, none of which it fills evenly."""
     torch.manual_seed(3)
-    shape = {"d_model": 301, "vocab_size": 211, "expansion": 1.7, "mlp_ratio": 2.3}
-    model = LM(config_of({**shape, **options})).eval()
+    model: LanguageModel
+    if options.get("family") == "hgrn":
+        widths: dict[str, object] = {"d_model": 301, "inner": 511, "mlp_hidden": 371}
+        model = hgrn({"vocab_size": 211, **widths, **options})
+    else:
+        shape = {"d_model": 301, "vocab_size": 211, "expansion": 1.7, "mlp_ratio": 2.3}
+        model = LM(config_of({**shape, **options})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "lower_bounds")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
 
-@pytest.mark.parametrize("options", KERNEL_VARIANTS)
+def hgrn(options: dict[str, object]) -> HgrnLM:
+    """A random model of the family hgrn whose every parameter matters."""
+    shape = {"vocab_size": 29, "d_model": 20, "n_layers": 3, "inner": 28, "mlp_hidden": 37}
+    values = {"cell": "hgrn", **shape, **options}
+    del values["family"]
+    model = HgrnLM(HgrnConfig(**values)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name == "lower_bounds":
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def plain_logits(model: LanguageModel, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """What the model in plain torch computes in float64 with these weights."""
+    plain = copy.deepcopy(model).double()
+    plain.load_state_dict(weights, strict=False)  # scales of int8 matrices are in the weights
+    with torch.no_grad():
+        logits: Tensor = plain(tokens)
+    return logits
+
+
+def same_rows(state: ModelState, rows: list[int], other: ModelState, others: list[int]) -> bool:
+    """Whether all tensors of the state have the same bits in these rows."""
+    return all(
+        torch.equal(tensor[:, rows], other[name][:, others]) for name, tensor in state.named.items()
+    )
+
+
+@pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
 def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) -> None:
     model = build(options)
@@ -114,8 +151,62 @@ def test_both_reads_follow_the_equations(options: dict[str, object], kind: str) 
 @pytest.mark.parametrize(
     "options",
     [
+        {"family": "hgrn"},
+        {"family": "hgrn", "conv_kernel": 4},
+        {"family": "hgrn", "conv_kernel": 8, "lower_bounds": False, "tie_embeddings": True},
+        {"cell": "hgrn", "conv_kernel": 3},
+        {"cell": "hgrn", "expansion": 1.0, "out_projection": False, "cell_bias": True},
+        {"cell": "hgrn", "out_bias": True, "lower_bounds": False, "tie_embeddings": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
+def test_hgrn_as_in_plain_torch(options: dict[str, object], kind: str) -> None:
+    torch.manual_seed(0)
+    model = hgrn(options) if "family" in options else build(options)
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    given, weights = model, dict(model.state_dict())
+    if kind.startswith("int8"):
+        given, weights = quantized(model)
+    tokens = random_tokens(model.config.vocab_size, 2, 19)
+    expected = plain_logits(model, weights, tokens)
+    packed = CpuBackend(given)
+    state, other = packed.new_state(4), packed.new_state(4)
+    by_step = stepped(packed, tokens, state, int32([3, 1]))
+    by_prompt = torch.stack([prefilled(packed, row, other, 2 * i) for i, row in enumerate(tokens)])
+    tolerance = BF16 if kind.endswith("bfloat16") else FP32
+    assert relative_error(by_step, expected) < tolerance
+    assert relative_error(by_prompt, by_step) < FP32
+    for name, tensor in state.named.items():
+        assert relative_error(other[name][:, [0, 2]], tensor[:, [3, 1]]) < FP32
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-6])
+def test_the_gated_norm_of_states_near_zero(eps: float) -> None:
+    """There its epsilon counts."""
+    torch.manual_seed(0)
+    model = hgrn({"family": "hgrn", "norm_eps": eps})
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.gates.weight[: model.config.inner] *= 1e-3
+    tokens = random_tokens(model.config.vocab_size, 1, 9)
+    packed = CpuBackend(model)
+    got = stepped(packed, tokens, packed.new_state(1), int32([0]))
+    assert relative_error(got, plain_logits(model, dict(model.state_dict()), tokens)) < FP32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {"cell": "mingru"},
         {"cell": "mingru", "conv_kernel": 4, "tie_embeddings": True},
+        {"family": "hgrn"},
+        {"family": "hgrn", "conv_kernel": 4},
+        pytest.param(
+            {"cell": "hgrn", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
+            marks=pytest.mark.slow,
+        ),
         {"cell": "minlstm", "mlp_ratio": 0.0, "head_bias": True},
         pytest.param(
             {"cell": "minlstm", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
@@ -150,9 +241,7 @@ def test_a_row_has_the_same_bits_in_every_company(
             slots = slots[:batch].to(torch.int32)
             got = stepped(packed, tokens[:batch], state, slots)
             assert torch.equal(got, expected[:batch])
-            assert torch.equal(state["cell"][:, slots.long()], alone["cell"][:, :batch])
-            if state.get("conv") is not None and alone.get("conv") is not None:
-                assert torch.equal(state["conv"][:, slots.long()], alone["conv"][:, :batch])
+            assert same_rows(state, slots.tolist(), alone, list(range(batch)))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
@@ -176,10 +265,12 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
         assert torch.equal(state["cell"][:, slots], together["cell"][:, slots])
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize("options", [{"cell": "mingru"}, {"cell": "minlstm"}, {"family": "hgrn"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dtype) -> None:
-    packed = CpuBackend(wide({"cell": cell, "conv_kernel": 4}).to(dtype))
+def test_a_prompt_has_the_same_bits_in_every_company(
+    options: dict[str, object], dtype: torch.dtype
+) -> None:
+    packed = CpuBackend(wide({**options, "conv_kernel": 4}).to(dtype))
     lengths = [1, 130, 7, 64]
     prompts = [random_tokens(211, length, seed=length) for length in lengths]
     together = packed.new_state(9)
@@ -190,15 +281,16 @@ def test_a_prompt_has_the_same_bits_in_every_company(cell: str, dtype: torch.dty
         alone = packed.new_state(1)
         expected = packed.prefill(prompt, int32([0, len(prompt)]), alone, int32([0]))
         assert torch.equal(got, expected)
-        assert torch.equal(together["cell"][:, slot], alone["cell"][:, 0])
-        assert together.get("conv") is not None and alone.get("conv") is not None
-        assert torch.equal(together["conv"][:, slot], alone["conv"][:, 0])
+        assert same_rows(together, [slot], alone, [0])
 
 
+@pytest.mark.parametrize("options", [{"cell": "mingru"}, {"family": "hgrn"}])
 @pytest.mark.parametrize("conv", [0, 3])
-def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], None]) -> None:
+def test_padding_of_prompts_changes_nothing(
+    options: dict[str, object], conv: int, threads: Callable[[int], None]
+) -> None:
     """Sequences that are empty or have no slot, and tokens behind the last one."""
-    packed = CpuBackend(wide({"cell": "mingru", "conv_kernel": conv}))
+    packed = CpuBackend(wide({**options, "conv_kernel": conv}))
     tokens = random_tokens(211, 160)
     bounds, slots = int32([0, 3, 3, 10, 152]), int32([2, 1, -1, 0])
     alone = packed.new_state(3)
@@ -212,24 +304,25 @@ def test_padding_of_prompts_changes_nothing(conv: int, threads: Callable[[int], 
         hidden = packed.prefill(tokens, bounds, state, slots)
         assert torch.equal(hidden[:3], expected[0])
         assert torch.equal(hidden[10:152], expected[1])
-        assert torch.equal(state["cell"], alone["cell"])
-        if conv:
-            assert state.get("conv") is not None and alone.get("conv") is not None
-            assert torch.equal(state["conv"], alone["conv"])
+        assert same_rows(state, [0, 1, 2], alone, [0, 1, 2])
 
 
+@pytest.mark.parametrize("family", ["minrnn", "hgrn"])
 @pytest.mark.parametrize("conv", [0, 3])
-def test_a_padding_row_changes_nothing(conv: int) -> None:
-    packed = CpuBackend(build({"cell": "mingru", "conv_kernel": conv}))
+def test_a_padding_row_changes_nothing(family: str, conv: int) -> None:
+    hgrn_like, minrnn_like = {"family": "hgrn"}, {"cell": "mingru"}
+    packed = CpuBackend(
+        hgrn({**hgrn_like, "conv_kernel": conv})
+        if family == "hgrn"
+        else build({**minrnn_like, "conv_kernel": conv})
+    )
     state, expected = packed.new_state(3), packed.new_state(3)
     tokens = random_tokens(29, 1)
     wanted = packed.step(tokens, expected, int32([1]))
     padded = torch.tensor([-7, int(tokens), 2**40])  # nobody reads the token of a padding row
     got = packed.step(padded, state, int32([-1, 1, -3]))
     assert torch.equal(got[1], wanted[0])
-    assert torch.equal(state["cell"], expected["cell"])
-    if state.get("conv") is not None and expected.get("conv") is not None:
-        assert torch.equal(state["conv"], expected["conv"])
+    assert same_rows(state, [0, 1, 2], expected, [0, 1, 2])
 
 
 def test_int32_and_int64_tokens_and_a_view_of_a_pool() -> None:
@@ -274,8 +367,9 @@ def test_packing_moves_the_weights_when_asked() -> None:
     tokens = random_tokens(29, 2)
     a = kept.step(tokens, kept.new_state(2), int32([0, 1]))
     assert torch.equal(a, taken.step(tokens, taken.new_state(2), int32([0, 1])))
-    CpuBackend(model, take=True)
-    assert sum(weight.numel() for weight in model.parameters()) == 0
+    for given in (model, hgrn({"family": "hgrn"})):
+        CpuBackend(given, take=True)
+        assert sum(weight.numel() for weight in given.parameters()) == 0
 
 
 def test_pack_matrix_keeps_every_number_once() -> None:
@@ -289,6 +383,12 @@ def test_models_that_cannot_be_packed() -> None:
     assert supports(build({"cell": "mingru"}).double()) == "weights are torch.float64"
     assert supports(build({"cell": "mingru"}).half()) == "weights are torch.float16"
     assert supports(build({"cell": "mingru"})) is None
+    assert supports(hgrn({"family": "hgrn", "conv_kernel": 8})) is None
+    long = hgrn({"family": "hgrn", "conv_kernel": 9})
+    assert supports(long) == "convolutions between gates and recurrence of more than 8 taps"
+    other = hgrn({"family": "hgrn"})
+    other.layers[1].gated_norm.eps = 1e-3
+    assert supports(other) == "gated norms with another epsilon than the model's norms"
     with pytest.raises(ValueError, match="float32, bfloat16 or int8"):
         CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))
@@ -326,10 +426,15 @@ def test_state_of_another_model_raises() -> None:
         packed.step(torch.tensor([1.0]), packed.new_state(1), slot)
 
 
-def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
-    packed = CpuBackend(build({"cell": "mingru"}))
-    state = packed.new_state(1)
+@pytest.mark.parametrize("family", ["minrnn", "hgrn"])
+def test_a_plan_that_leads_out_of_the_weights_raises(family: str) -> None:
+    packed = CpuBackend(
+        hgrn({"family": "hgrn", "conv_kernel": 3})
+        if family == "hgrn"
+        else build({"cell": "mingru"})
+    )
     weights, plan = packed._weights, packed._plan
+    state = [None if name is None else packed.new_state(1)[name] for name in packed._states]
     call = torch.ops.minserve.lm_step
     arguments = torch.tensor([1]), int32([0])
     for position in range(plan.numel()):
@@ -338,13 +443,13 @@ def test_a_plan_that_leads_out_of_the_weights_raises() -> None:
         if position == 5:  # the norm's epsilon may be any number
             continue
         with pytest.raises(RuntimeError, match="plan"):
-            call(*arguments, weights, changed, state["cell"], None)
+            call(*arguments, weights, changed, *state)
     with pytest.raises(RuntimeError, match="too early"):
-        call(*arguments, weights, plan[:-1], state["cell"], None)
+        call(*arguments, weights, plan[:-1], *state)
     with pytest.raises(RuntimeError, match="too many"):
-        call(*arguments, weights, torch.cat([plan, plan[:1]]), state["cell"], None)
+        call(*arguments, weights, torch.cat([plan, plan[:1]]), *state)
     with pytest.raises(RuntimeError, match="plan"):
-        call(*arguments, weights[:-64], plan, state["cell"], None)
+        call(*arguments, weights[:-64], plan, *state)
 
 
 def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> None:
@@ -363,11 +468,22 @@ def test_calls_from_several_threads_at_once(threads: Callable[[int], None]) -> N
             assert torch.equal(got, expected[row : row + 1])
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"cell": cell, "mlp_ratio": ratio}
+            for cell in ("mingru", "minlstm")
+            for ratio in (2.3, 20.0)
+        ),
+        *({"family": "hgrn", "mlp_hidden": hidden} for hidden in (371, 6000)),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-bfloat16"])
-@pytest.mark.parametrize("mlp_ratio", [2.3, 20.0], ids=["short rows", "rows a cache has few of"])
-def test_splits_at_chunk_multiples_change_no_bit(cell: str, kind: str, mlp_ratio: float) -> None:
-    model = wide({"cell": cell, "conv_kernel": 3, "mlp_ratio": mlp_ratio})
+def test_splits_at_chunk_multiples_change_no_bit(options: dict[str, object], kind: str) -> None:
+    """With MLPs of short rows, and of rows that a cache has few of."""
+    model = wide({**options, "conv_kernel": 3})
     if kind.endswith("bfloat16"):
         model = model.bfloat16()
     if kind.startswith("int8"):
@@ -380,4 +496,4 @@ def test_splits_at_chunk_multiples_change_no_bit(cell: str, kind: str, mlp_ratio
         other = packed.new_state(1)
         parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split([first])]
         assert torch.equal(torch.cat(parts), expected)
-        assert torch.equal(other["cell"], state["cell"])
+        assert same_rows(other, [0], state, [0])

@@ -22,12 +22,20 @@ from engine.models.backends.cpu import CpuBackend
 from engine.ops import cpu_isa
 from tests.models import reference
 from tests.models.test_packed import (
-    BF16, FP32, int32, quantized, random_tokens, relative_error, stepped, wide)
+    BF16, FP32, int32, plain_logits, prefilled, quantized, random_tokens, relative_error, stepped,
+    wide)
 
-for cell, kind in (("mingru", "bfloat16"), ("minlstm", "int8-bfloat16"), ("mingru", "float32")):
-    model = wide({"cell": cell})
+for options, kind in (
+    ({"cell": "mingru"}, "bfloat16"),
+    ({"cell": "minlstm"}, "int8-bfloat16"),
+    ({"cell": "mingru"}, "float32"),
+    ({"family": "hgrn", "conv_kernel": 4}, "bfloat16"),
+    ({"family": "hgrn"}, "int8-bfloat16"),
+    ({"cell": "hgrn"}, "float32"),
+):
+    model = plain = wide(options)
     if kind.endswith("bfloat16"):
-        model = model.bfloat16()
+        model = plain = model.bfloat16()
     weights = dict(model.state_dict())
     if kind.startswith("int8"):
         model, weights = quantized(model)
@@ -37,9 +45,18 @@ for cell, kind in (("mingru", "bfloat16"), ("minlstm", "int8-bfloat16"), ("mingr
     for row in (0, 3, 39):
         alone = stepped(packed, tokens[row : row + 1], packed.new_state(1), int32([0]))
         assert torch.equal(alone[0], together[row]), (kind, row)
-        expected = reference.logits(model.config, weights, tokens[row])
+        if model.config.cell == "hgrn":
+            expected = plain_logits(plain, weights, tokens[row : row + 1])[0]
+        else:
+            expected = reference.logits(model.config, weights, tokens[row])
         error = relative_error(together[row], expected)
         assert error < (BF16 if kind.endswith("bfloat16") else FP32), (kind, row, error)
+    prompt, state, parts = random_tokens(211, 300), packed.new_state(1), packed.new_state(1)
+    whole = prefilled(packed, prompt, state, 0)
+    cut = torch.cat([prefilled(packed, part, parts, 0) for part in prompt.tensor_split([128])])
+    assert torch.equal(whole, cut), kind
+    for name, tensor in state.named.items():
+        assert torch.equal(tensor, parts[name]), (kind, name)
 print(cpu_isa())
 """
 

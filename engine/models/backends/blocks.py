@@ -119,10 +119,22 @@ class BlockModel:
         return 0 if mixer is None else mixer.taps
 
     @property
+    def short_taps(self) -> int:
+        """Taps of the convolutions between gates and recurrences; 0: there are none."""
+        convs = self.blocks[0].short_convs
+        return convs[0].weight.shape[1] if convs else 0
+
+    @property
     def hidden(self) -> int:
         """Hidden channels of the MLPs; 0: there are none."""
         mlp = self.blocks[0].mlp
         return 0 if mlp is None else mlp.hidden
+
+    @property
+    def activation(self) -> Activation:
+        """The MLPs' activation; "gelu" without MLPs."""
+        mlp = self.blocks[0].mlp
+        return "gelu" if mlp is None else mlp.activation
 
 
 _S = TypeVar("_S", Conv, Elementwise, GatedNorm, Linear, Norm, Recurrence, Residual)

@@ -22,18 +22,25 @@ from torch import Tensor, nn
 from engine.config import ModelConfig
 from engine.models.backends.blocks import Support, compile_blocks, refusal
 from engine.models.language_model import LanguageModel
-from engine.models.program import Conv
+from engine.models.program import Activation, Conv
 from engine.models.state import ModelState, new_state
 from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 # What the operators compute (csrc/cpu_model).
-BLOCKS = Support(cells=("mingru", "minlstm"), no_out=True)
+BLOCKS = Support(
+    cells=("mingru", "minlstm", "hgrn"),
+    activations=("gelu", "swiglu"),
+    no_out=True,
+    short_convs=True,
+)
+_MOST_GATE_TAPS = 8  # of a convolution between gates and recurrence
 
-_VERSION = 2
+_VERSION = 3
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
 _LINE = 64  # bytes of a cache line, to which every tensor is aligned
+_ACTIVATIONS: dict[Activation, int] = {"gelu": 0, "swiglu": 1}
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -48,7 +55,26 @@ def supports(model: LanguageModel) -> str | None:
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
         return f"weights are {' and '.join(sorted(map(str, kinds))) or 'int8 throughout'}"
-    return refusal(model, BLOCKS)
+    return refusal(model, BLOCKS) or _other_gates(model)
+
+
+def _other_gates(model: LanguageModel) -> str | None:
+    """Return what lies between gates and out projection that the operators do not compute."""
+    blocks = compile_blocks(model)
+    for block in blocks.blocks:
+        cell, convs = block.recurrence.cell, block.short_convs
+        if (block.gated_norm is not None) != block.operators.output_gate:
+            return (
+                f"cell {cell!r} {'without' if block.operators.output_gate else 'with'} a gated norm"
+            )
+        if block.gated_norm is not None and block.gated_norm.eps != model.config.norm_eps:
+            return "gated norms with another epsilon than the model's norms"
+        columns = [(conv.first, conv.weight.shape[0]) for conv in convs]
+        if convs and columns != [(0, blocks.inner), (blocks.inner, blocks.inner)]:
+            return "convolutions between gates and recurrence that are not of HGRN's i and f"
+        if any(conv.weight.shape[1] > _MOST_GATE_TAPS for conv in convs):
+            return f"convolutions between gates and recurrence of more than {_MOST_GATE_TAPS} taps"
+    return None
 
 
 def _panels(weight: Tensor, gates: int) -> Tensor:
@@ -170,11 +196,11 @@ class _Writer:
         self._done(weight)
 
     def convolution(self, conv: Conv | None) -> None:
-        """Write a layer's convolution taps and bias, or that there are none."""
+        """Write a convolution's taps and bias, or that there are none."""
         if conv is None:
             self.numbers(-1, -1)
             return
-        weight = self._read(conv.weight).float()  # [d_model, taps]
+        weight = self._read(conv.weight).float()  # [channels, taps]
         by_tap = nn.functional.pad(weight.t(), (0, -weight.shape[0] % _PANEL))
         self.numbers(self.block.place(by_tap))
         self.vector(conv.bias)
@@ -184,6 +210,7 @@ class _Writer:
         """Write the whole model; `half`: its weights are bfloat16."""
         config, blocks = model.config, compile_blocks(model)
         gates, how = blocks.gates, blocks.recurrence
+        up_gates = 2 if blocks.activation == "swiglu" else 1  # gate | up
         self.numbers(
             _VERSION,
             library.cell_number(how.cell),
@@ -197,6 +224,8 @@ class _Writer:
             blocks.hidden,
             config.vocab_size,
             blocks.taps,
+            _ACTIVATIONS[blocks.activation],
+            blocks.short_taps,
         )
         self.table(model.embedding, half, tied=model.head is None)
         self.vector(model.norm.weight)
@@ -207,10 +236,18 @@ class _Writer:
             self.matrix(block.mixer.mix if block.mixer else None, half)
             self.vector(block.norm.weight)
             self.matrix(block.gates, half, gates)
+            if block.gated_norm is not None:
+                for conv in block.short_convs or (None, None):
+                    self.convolution(conv)
+                self.vector(block.gated_norm.weight)
+            if how.cell == "hgrn":
+                bound = block.recurrence.lower_bound
+                self.vector(torch.zeros(blocks.inner) if bound is None else bound())
             self.matrix(block.out, half)
             self.vector(block.mlp.norm.weight if block.mlp else None)
-            self.matrix(block.mlp.up if block.mlp else None, half)
+            self.matrix(block.mlp.up if block.mlp else None, half, up_gates)
             self.matrix(block.mlp.down if block.mlp else None, half)
+        self._done(*model.parameters())
 
 
 class CpuBackend:
@@ -229,6 +266,15 @@ class CpuBackend:
         self.config: ModelConfig = model.config
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+        first = compile_blocks(model).blocks[0]
+        i_conv, f_conv = [conv.state for conv in first.short_convs] or (None, None)
+        # Which tensors of the state the operators take, in their order.
+        self._states = (
+            first.recurrence.state,
+            first.mixer.conv.state if first.mixer else None,
+            i_conv,
+            f_conv,
+        )
         self._initial = {name: tensor.float() for name, tensor in model.initial_state().items()}
         counted = _Block()
         _Writer(counted, take=False).model(model, half)
@@ -264,7 +310,7 @@ class CpuBackend:
         Raises RuntimeError for tokens, slots or sequence bounds out of range.
         """
         return lm_prefill(
-            tokens, cu_seqlens, slots, self._weights, self._plan, state["cell"], state.get("conv")
+            tokens, cu_seqlens, slots, self._weights, self._plan, *self._tensors(state)
         )
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
@@ -273,7 +319,14 @@ class CpuBackend:
         tokens [batch], slots [batch] int32 (negative: the row is skipped, its logits are undefined)
         -> logits fp32 [batch, vocab_size]. Raises RuntimeError for tokens or slots out of range.
         """
-        return lm_step(tokens, slots, self._weights, self._plan, state["cell"], state.get("conv"))
+        return lm_step(tokens, slots, self._weights, self._plan, *self._tensors(state))
+
+    def _tensors(
+        self, state: ModelState
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        cell, *windows = self._states
+        conv, i_conv, f_conv = (None if name is None else state[name] for name in windows)
+        return state[cell], conv, i_conv, f_conv
 
     def step_to_bests(self, rows: int) -> None:
         """Return None, because a step computes all logits; see ModelBackend.step_to_bests."""
