@@ -1,12 +1,12 @@
 """The packed CPU model against the machine's limits and torch.compile.
 
-    python -m loadtest.cpu_lm --threads 2 --models 113M --weights bfloat16 int8
+    python -m loadtest.cpu_lm --threads 2 --models 113M hgrn-113M --weights bfloat16 int8
 
 Prints tokens/s of whole decode steps (no sampling) and of prefills, for float32, bfloat16 and int8
 weights. Beside each stands its share of what the machine gives in the same run: bytes of weights
 per second against a plain read of memory, FLOP/s against torch's own matrix product. `--peer` adds
 the same model in plain PyTorch under torch.compile with frozen weights, which takes minutes to
-compile. Weights and texts are random.
+compile, of minGRU models. Weights and texts are random.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine import device
+from engine.config import ModelConfig
+from engine.models import registry
 from engine.models.backends.cpu import CpuBackend
+from engine.models.hgrn.config import HgrnConfig
+from engine.models.language_model import LanguageModel
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
 from loadtest.report import command_line, median
 
 _CPU = torch.device("cpu")
-MODELS = {
+MODELS: dict[str, ModelConfig] = {
     "6.3M": MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=3),
     "113M": MinRnnConfig(
         cell="mingru",
@@ -38,6 +42,16 @@ MODELS = {
         d_model=768,
         n_layers=12,
         expansion=1.5,
+        tie_embeddings=True,
+    ),
+    # as many weights as 113M
+    "hgrn-113M": HgrnConfig(
+        cell="hgrn",
+        vocab_size=32000,
+        d_model=768,
+        n_layers=12,
+        inner=768,
+        mlp_hidden=2176,
         tie_embeddings=True,
     ),
 }
@@ -57,10 +71,10 @@ class _Int8(nn.Module):
         self.bias = getattr(module, "bias", None)
 
 
-def build(size: str, kind: str) -> LM:
+def build(size: str, kind: str) -> LanguageModel:
     """Return a random model with weights of `kind`."""
     torch.manual_seed(0)
-    model = LM(MODELS[size]).eval()
+    model = registry.build(MODELS[size]).eval()
     if kind != "float32":
         model = model.bfloat16()
     if kind == "int8":
@@ -148,7 +162,7 @@ def peer_rows(
 
     inductor.freezing = True
     rows: list[dict[str, object]] = []
-    model = build(size, kind)
+    model = cast("LM", build(size, kind))
     config = model.config
     for batch in batches:
         step = torch.compile(plain_step(model), dynamic=False)
@@ -227,7 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
         nargs="+",
         choices=list(MODELS),
         default=list(MODELS),
-        help="models to measure (default: both)",
+        help="models to measure (default: all)",
     )
     parser.add_argument(
         "--weights",
@@ -263,7 +277,7 @@ def main(arguments: list[str] | None = None) -> None:
                 torch.float32 if kind == "float32" else torch.bfloat16, given.seconds / 2
             )
             rows = packed_rows(size, kind, given.batches, given.prompt, given.seconds)
-            if given.peer and kind != "int8":
+            if given.peer and kind != "int8" and isinstance(MODELS[size], MinRnnConfig):
                 rows += peer_rows(size, kind, given.batches, given.prompt, given.seconds)
             print(f"memory {read / 1e9:.1f} GB/s, product {product / 1e9:.0f} GFLOP/s")
             for row in rows:
