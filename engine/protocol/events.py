@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from engine.backend_info import BackendInfo
 from engine.protocol.failed import Failed
 from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs
 from engine.protocol.requests import FinishReason
@@ -172,6 +173,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None  # format of the weight matrices; None: not quantised
     deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
     state: tuple[StateSpec, ...] = ()  # the tensors of one sequence's state
+    backend: BackendInfo = BackendInfo("")  # what runs the model
 
     @property
     def eos_token_id(self) -> int | None:

@@ -203,6 +203,7 @@ class ModelRunner:
             quantization=self.model_config.quantization,
             deterministic=self.config.deterministic,
             state=self.model_config.state,
+            backend=self._model.info,
         )
 
     @torch.inference_mode()

@@ -50,7 +50,7 @@ class BodyLimit:
                 raise scope[REFUSAL]
             received += len(message.get("body", b""))
             if received > most:
-                raise _error(most)
+                raise too_large(most)
             return message
 
         async def send_then_discard(message: Message) -> None:
@@ -62,7 +62,7 @@ class BodyLimit:
 
         if is_large:
             received = most + 1
-            return await respond(scope, _error(most))(scope, receive, send_then_discard)
+            return await respond(scope, too_large(most))(scope, receive, send_then_discard)
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
@@ -72,10 +72,11 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _error(most: int) -> ApiError:
+def too_large(most: int, *more: str) -> ApiError:
+    """Return the error for a body of more than `most` bytes; `more` is added to its message."""
     return ApiError(
         413,
-        f"the body is too large; allowed: up to {most} bytes",
+        "; ".join(("the body is too large", f"allowed: up to {most} bytes", *more)),
         code="body_too_large",
         headers={"Connection": "close"},
     )

@@ -22,6 +22,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.types import Receive, Scope, Send
 
+from service.http.body import too_large
 from service.http.connection import Connection
 from service.http.disconnect import ClientGone, unless_client_leaves
 from service.http.errors import ApiError, from_validation
@@ -42,6 +43,7 @@ from service.inference.runtime import Runtime, get_runtime
 
 Model = TypeVar("Model", bound=BaseModel)
 
+SNAPSHOT = b'"snapshot"'  # the field that has a state
 LARGE = 2**16  # bytes; reading the fields of a larger body takes a while
 
 
@@ -106,6 +108,14 @@ class StrictRequest(Request):
             if not message.get("more_body", False):
                 return b"".join([*parts, body]) if parts else body
             parts.append(body)
+
+    def check_size(self, most: int) -> None:
+        """Raise ApiError 413 if the body is over `most` bytes and has no state in it.
+
+        BodyLimit lets larger bodies pass where a state may be in them.
+        """
+        if len(self._body) > most and SNAPSHOT not in self._body:
+            raise too_large(most, 'more only for a state in the body, {"snapshot": ...}')
 
     def validated(self, validate: Callable[[Any], Model]) -> Model:
         """Return the body's JSON, validated; the body must have been read.
@@ -210,6 +220,12 @@ class JsonRoute(APIRoute):
 
     ends_early = False  # whether to cancel the endpoint's work when the client disconnects
 
+    @cached_property
+    def takes_state(self) -> bool:
+        """Whether a request's body may have a state in it, so that it may be larger."""
+        model: type[BaseModel] | None = get_type_hints(self.endpoint).get("body")
+        return model is not None and "state" in model.model_fields
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
         parameters, hints = signature(endpoint).parameters, get_type_hints(endpoint)
@@ -241,6 +257,8 @@ class JsonRoute(APIRoute):
                 given["query"] = strict.queried(query)
             if validate is not None or "content" in parameters:
                 await strict.read_body(runtime.settings.receive_timeout)
+            if validate is not None:
+                strict.check_size(runtime.settings.max_body_bytes)
             if validate is not None and not (optional and not await strict.body()):
                 given["body"] = strict.validated(validate)
             if "content" in parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
@@ -39,6 +40,7 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "created": runtime.loaded_at,
         "owned_by": "minserve",
         "root": info.name,
+        "family": info.family,
         "cell": info.cell,
         "parameters": info.parameters,
         "vocab_size": info.vocab_size,
@@ -48,6 +50,10 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
         "quantization": info.quantization,
         "deterministic": info.deterministic,
         "device": info.device_name,
+        "backend": asdict(info.backend),
         "state_bytes": info.state_bytes,
+        "state": [
+            {"name": one.name, "shape": one.full_shape, "dtype": one.dtype} for one in info.state
+        ],
         "fingerprint": info.fingerprint,
     }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backend_info import BackendInfo, PathInfo
 from engine.models.backends import dispatch
 from engine.models.backends.dispatch import (
     ANY,
@@ -76,7 +77,8 @@ CLUSTERS = path_of(
 
 
 def backend_of(*paths: ExecutionPath, tuning: TuningCache | None = None) -> PathBackend:
-    return PathBackend(LM(CONFIG), paths, lambda hidden: hidden, tuning=tuning)
+    info = BackendInfo("any")
+    return PathBackend(LM(CONFIG), paths, lambda hidden: hidden, tuning=tuning, info=info)
 
 
 @pytest.fixture
@@ -279,7 +281,13 @@ def test_rows_that_cannot_be_taken_say_why(caplog: pytest.LogCaptureFixture) -> 
 
     with caplog.at_level("INFO"):
         rows = [Row("a", None, lambda: [CHAIN]), Row("b", "too wide", never), Row("c", None, list)]
-        assert usable_paths(rows) == [CHAIN]
+        usable = usable_paths(rows)
+    assert usable.paths == [CHAIN]
+    assert usable.told == (
+        PathInfo("a", True),
+        PathInfo("b", False, "too wide"),
+        PathInfo("c", False, "no room on this device"),
+    )
     assert [record.getMessage() for record in caplog.records] == [
         "execution path a: used",
         "execution path b: not used: too wide",

@@ -18,7 +18,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
-from tests.models.variants import KERNEL_VARIANTS, build, config_of, int32, relative_error
+from tests.models.variants import VARIANTS, build, config_of, int32, relative_error
 
 FP32 = 1e-5
 BF16 = 3e-2  # products of bfloat16 activations, against float64 on the same weights

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engine.backend_info import BackendInfo, PathInfo
 from engine.config import ModelConfig
 from engine.models.backends.blocks import Support, compile_blocks, refusal
 from engine.models.language_model import LanguageModel
@@ -36,6 +37,7 @@ BLOCKS = Support(
 )
 _MOST_GATE_TAPS = 8  # of a convolution between gates and recurrence
 
+BACKEND = "cpu"
 _VERSION = 3
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
@@ -264,6 +266,7 @@ class CpuBackend:
                 f"only float32, bfloat16 or int8 models on the CPU can be packed: {reason}"
             )
         self.config: ModelConfig = model.config
+        self.info = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
         first = compile_blocks(model).blocks[0]

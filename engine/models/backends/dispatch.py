@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.backend_info import BackendInfo, PathInfo
 from engine.models.backends.autotune import quickest_graph_of
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.language_model import LanguageModel
@@ -85,15 +86,24 @@ class Row(NamedTuple):
     paths: Callable[[], Sequence[ExecutionPath]]
 
 
-def usable_paths(rows: Iterable[Row]) -> list[ExecutionPath]:
+class UsablePaths(NamedTuple):
+    """The paths of a table whose rows were tried, and what became of each row."""
+
+    paths: list[ExecutionPath]
+    told: tuple[PathInfo, ...]
+
+
+def usable_paths(rows: Iterable[Row]) -> UsablePaths:
     """Return the paths of the rows that are supported, in order, and log which they are."""
     paths: list[ExecutionPath] = []
+    told: list[PathInfo] = []
     for row in rows:
         own = [] if row.reason is not None else row.paths()
         reason = row.reason or (None if own else "no room on this device")
         log.info("execution path %s: %s", row.name, f"not used: {reason}" if reason else "used")
         paths += own
-    return paths
+        told.append(PathInfo(row.name, reason is None, reason))
+    return UsablePaths(paths, tuple(told))
 
 
 def to_be_timed(sizes: Iterable[int]) -> list[int]:
@@ -144,6 +154,7 @@ class PathBackend:
         tune_logits: chooses its kernels for these numbers of rows; None: there is nothing to
             choose.
         tuning: earlier measurements; None: everything is measured.
+        info: the backend's name and what became of each row of its table.
     """
 
     def __init__(
@@ -152,10 +163,12 @@ class PathBackend:
         paths: Sequence[ExecutionPath],
         logits: Callable[[Tensor], Tensor],
         *,
+        info: BackendInfo,
         tune_logits: Callable[[Collection[int]], None] | None = None,
         tuning: TuningCache | None = None,
     ) -> None:
         self.model = model
+        self.info = info
         self.paths = list(paths)
         self._logits, self._tune_logits = logits, tune_logits
         self._tuning = TuningCache() if tuning is None else tuning

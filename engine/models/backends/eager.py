@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import cast
 
 from torch import Tensor
 
+from engine.backend_info import BackendInfo
 from engine.models.backends import cublas, persistent_decode
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import ANY, ExecutionPath, PathBackend, Row, usable_paths
@@ -16,6 +18,8 @@ from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState
 
 NAME = "torch"
+BACKEND = "eager"
+_INSTEAD = f"{cublas.NAME} is used instead"
 
 
 class EagerBackend(PathBackend):
@@ -32,21 +36,22 @@ class EagerBackend(PathBackend):
         no_products = cublas.supports(model, device)
         products = None if no_products else CublasPath(model, head(), tuning)
         rows = [
-            Row(NAME, None, lambda: [_by_torch(model)])
-            if products is None
-            else Row(cublas.NAME, None, lambda: [cublas.base_path(products)]),
+            Row(cublas.NAME, no_products, lambda: [cublas.base_path(cast(CublasPath, products))]),
+            Row(NAME, None if products is None else _INSTEAD, lambda: [_by_torch(model)]),
             Row(
                 persistent_decode.NAME,
                 persistent_decode.supports(model, device),
                 lambda: [_few(PersistentDecode(model, head()), vocabulary)],
             ),
         ]
+        usable = usable_paths(rows)
         super().__init__(
             model,
-            usable_paths(rows),
+            usable.paths,
             model.logits if products is None else products.logits,
             tune_logits=None if products is None else products.tune_logits,
             tuning=tuning,
+            info=BackendInfo(BACKEND, usable.told),
         )
 
 

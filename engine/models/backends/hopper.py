@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.backend_info import BackendInfo
 from engine.models.backends import cluster_decode, cublas, fused_gemm, persistent_decode
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import PathBackend, Row, usable_paths
@@ -24,6 +25,7 @@ from engine.models.language_model import LanguageModel
 from engine.ops.gemm import IN_ONE_PART
 from engine.ops.persistent_decode import EIGHT
 
+BACKEND = "hopper"
 _SUMS = "deterministic is set, but its sums depend on the number of rows"
 
 
@@ -81,7 +83,13 @@ class HopperBackend(PathBackend):
                 persistent,
                 Row(cluster_decode.NAME, _SUMS, list),
             ]
-            super().__init__(model, usable_paths(rows), lambda hidden: chain.logits(hidden, None))
+            usable = usable_paths(rows)
+            super().__init__(
+                model,
+                usable.paths,
+                lambda hidden: chain.logits(hidden, None),
+                info=BackendInfo(BACKEND, usable.told),
+            )
         else:
             products = CublasPath(model, head, tuning)
             apart = SeparateHead(
@@ -113,12 +121,14 @@ class HopperBackend(PathBackend):
             if few is not None:
                 in_8_bits = persistent_decode.path(few, vocabulary, few=EIGHT)
                 rows.insert(1, Row(persistent_decode.NAME_8_BIT, None, lambda: [in_8_bits]))
+            usable = usable_paths(rows)
             super().__init__(
                 model,
-                usable_paths(rows),
+                usable.paths,
                 products.logits,
                 tune_logits=products.tune_logits,
                 tuning=tuning,
+                info=BackendInfo(BACKEND, usable.told),
             )
         # Kernels may prefetch weights before the previous kernel on the stream has ended.
         torch.cuda.synchronize(device)

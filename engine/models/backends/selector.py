@@ -19,11 +19,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.backend_info import BackendInfo
 from engine.device import available_memory
 from engine.errors import ConfigError
 from engine.models.backends import cpu, fused_gemm, hopper, persistent_decode
 from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.cpu import CpuBackend
+from engine.models.backends.dispatch import PathBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.lm_head import LmHead
@@ -44,7 +46,11 @@ class ModelBackend(Protocol):
     and `logits` can be captured in a CUDA graph. Tensors are on the model's device. On a GPU,
     tokens out of range are read as rows of zeros and slots out of range as padding; on a CPU both
     raise RuntimeError. Tensors of wrong shape or dtype raise RuntimeError everywhere.
+
+    `info` says which execution paths it has, and why others are missing.
     """
+
+    info: BackendInfo
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -143,7 +149,7 @@ def select_backend(
         return CpuBackend(model, take=True)
     if device.type != "cuda":
         log.info("CPU backend: not used: %s", reason)
-        return _eager(model, deterministic, None)
+        return _instead_of(cpu.BACKEND, reason, _eager(model, deterministic, None))
     # Nothing is measured if a row's bits must not depend on what was faster.
     tuning = TuningCache.of(None if deterministic else tuning_folder, model, device)
     reason = hopper.supports(model, device)
@@ -155,13 +161,20 @@ def select_backend(
         if 2 * needed <= free:
             log.info("%d MB for a copy of the 8-bit weights in 16 bits", needed // 10**6)
             few = PersistentDecode(model, LmHead.of(model))
-            return HopperBackend(widened(model), few=few, tuning=tuning)
+            backend = HopperBackend(widened(model), few=few, tuning=tuning)
+            return _instead_of(f"{hopper.BACKEND} without a 16-bit copy", reason, backend)
         log.warning(
             "no copy of the 8-bit weights in 16 bits, which takes %d MB and needs twice as much "
             "free (%d MB are): prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
-    return _eager(model, deterministic, tuning)
+    return _instead_of(hopper.BACKEND, reason, _eager(model, deterministic, tuning))
+
+
+def _instead_of(name: str, reason: str, backend: PathBackend) -> PathBackend:
+    """Return the backend, whose info then says why another one is not used."""
+    backend.info = backend.info.instead_of(name, reason)
+    return backend
 
 
 def _eager(model: LanguageModel, deterministic: bool, tuning: TuningCache | None) -> EagerBackend:
