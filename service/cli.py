@@ -1,4 +1,4 @@
-"""The command line: `minserve serve | generate | score | train | convert | bench`.
+"""The command line: `minserve serve | generate | score | train | convert | inspect | bench`.
 
 This module may import every package. Each command imports what it needs in its function, so that
 `--help` is fast and does not load torch. Every expected error ends as one line on stderr and exit
@@ -26,7 +26,7 @@ from service.terminal import text as terminal_text
 from service.terminal.serve import serve
 
 app = typer.Typer(
-    help="Serve, train and convert minGRU and minLSTM language models.",
+    help="Serve, train and convert recurrent language models.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -265,7 +265,11 @@ def train(
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A file with a state dict: .safetensors or torch.save.")
+        Path,
+        typer.Argument(
+            help="A model folder as it is published, or a file with a state dict: .safetensors or "
+            "torch.save."
+        ),
     ],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
     normalize_gates: options.NormalizeGates = None,
@@ -275,7 +279,7 @@ def convert(
     dtype: options.ConvertedDtype = None,
     quantize: options.ConvertedQuantize = None,
 ) -> None:
-    """Convert another project's weights (minGRU-pytorch, minRNNs) to a checkpoint folder."""
+    """Convert another project's folder or weights to a model folder in minserve's form."""
     import shutil
 
     from engine.models.convert import convert as run
@@ -302,6 +306,34 @@ def convert(
         raise
     kind = f", {config.quantization} weights" if config.quantization else ""
     print(f"{destination}: {config.cell}, {config.n_layers} layers of width {config.d_model}{kind}")
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A bundled name, a folder or a Hugging Face repo id.")
+    ],
+    as_json: options.Json = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quantize: options.Quantize = EngineConfig.quantize,
+    max_slots: options.InspectedSlots = EngineConfig.max_slots,
+    share_slots: options.InspectedShareSlots = EngineConfig.share_slots,
+) -> None:
+    """Say what a model folder holds, how it would run here and what it needs in memory."""
+    from service.terminal.inspect import inspect_model, shown
+
+    report = inspect_model(
+        EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            max_slots=max_slots,
+            share_slots=share_slots,
+        )
+    )
+    print(json.dumps(report) if as_json else shown(report))
 
 
 @app.command(

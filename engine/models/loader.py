@@ -254,6 +254,34 @@ def load_model(
     return model.eval(), target
 
 
+def outline_model(
+    folder: Path, dtype: DtypeName | None = None, quantize: Quantization | None = None
+) -> tuple[LanguageModel, ModelConfig, Mapping[str, Stored]]:
+    """Return what `load_model` would, without weights: the model is on the meta device.
+
+    Returns also the stored tensors, whose shapes and types are compared with the config. They can
+    no longer be read. Raises what `load_model` raises.
+    """
+    config = load_config(folder)
+    target = quantized_config(config, quantize, folder)
+    with torch.device("meta"):
+        stored_model, model = registry.build(config), registry.build(target)
+    dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
+    with open_weights(folder, known_readable=True) as stored:
+        _read_checked(folder, stored_model, stored)
+    weights = {name: tensor.to(dtypes[name]) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    return model.eval(), target, stored
+
+
+def _read_checked(
+    folder: Path, model: LanguageModel, stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Tensor]]:
+    """Compare the stored tensors with the model that the config describes; yield that one's."""
+    read = published.read_weights if is_published(folder) else _read_own
+    return read(folder, model, stored)
+
+
 def quantized_config(
     config: ModelConfig, quantize: Quantization | None, source: Path
 ) -> ModelConfig:

@@ -352,6 +352,12 @@ ConvertedQuantize = Annotated[
     Quantization | None, Option(help="Write weights quantised to 8 bits [no].")
 ]
 
+# inspect
+InspectedSlots = Annotated[int, Option("--max-slots", help="Sequences that run at once.")]
+InspectedShareSlots = Annotated[
+    int, Option("--share-slots", help="Cached and kept states in device memory.")
+]
+
 
 def describe(error: Mapping[str, Any], options: Container[str]) -> str:
     """Return a message for one of pydantic's error details about a setting.

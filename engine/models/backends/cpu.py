@@ -38,6 +38,7 @@ BLOCKS = Support(
 _MOST_GATE_TAPS = 8  # of a convolution between gates and recurrence
 
 BACKEND = "cpu"
+INFO = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
 _VERSION = 3
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
@@ -50,9 +51,9 @@ def supports(model: LanguageModel) -> str | None:
     """Return why `model` cannot be packed; None: it can.
 
     It can if it is on the CPU and its weights are float32 or bfloat16 throughout, except for int8
-    matrices with a scale per row.
+    matrices with a scale per row. A model on the meta device is judged as if it were on the CPU.
     """
-    if any(weight.device.type != "cpu" for weight in model.parameters()):
+    if any(weight.device.type not in ("cpu", "meta") for weight in model.parameters()):
         return "not on a CPU"
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
@@ -266,7 +267,7 @@ class CpuBackend:
                 f"only float32, bfloat16 or int8 models on the CPU can be packed: {reason}"
             )
         self.config: ModelConfig = model.config
-        self.info = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
+        self.info = INFO
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
         first = compile_blocks(model).blocks[0]

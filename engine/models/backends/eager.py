@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
-from engine.backend_info import BackendInfo
+from engine.backend_info import BackendInfo, PathInfo
 from engine.models.backends import cublas, persistent_decode
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import ANY, ExecutionPath, PathBackend, Row, usable_paths
@@ -53,6 +54,23 @@ class EagerBackend(PathBackend):
             tuning=tuning,
             info=BackendInfo(BACKEND, usable.told),
         )
+
+
+def explain(model: LanguageModel, device: torch.device) -> BackendInfo:
+    """Return the info that an EagerBackend of `model` would have, without making it.
+
+    The model may be on the meta device. Whether there is room on the device is not considered.
+    """
+    no_products = cublas.supports(model, device)
+    no_steps = persistent_decode.supports(model, device)
+    return BackendInfo(
+        BACKEND,
+        (
+            PathInfo(cublas.NAME, no_products is None, no_products),
+            PathInfo(NAME, no_products is not None, None if no_products else _INSTEAD),
+            PathInfo(persistent_decode.NAME, no_steps is None, no_steps),
+        ),
+    )
 
 
 def _few(kernel: PersistentDecode, vocabulary: int) -> ExecutionPath:

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from engine.models.backends import kernel_support
 from engine.models.backends.blocks import Block, BlockModel, Mlp, compile_blocks, lower_bounds
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import LAYERS_OF_KERNELS, lacks_hopper_kernels
@@ -49,7 +50,12 @@ WIDTHS = (
 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why FusedGemmPath cannot run `model`, whose weights are on `device`; None: it can."""
-    reason = lacks_hopper_kernels(model, device, LAYERS_OF_KERNELS)
+    return lacks_hopper_kernels(model, device, LAYERS_OF_KERNELS) or refuses_model(model)
+
+
+def refuses_model(model: LanguageModel) -> str | None:
+    """Return why FusedGemmPath cannot run `model` on any GPU; None: it can on Hopper."""
+    reason = kernel_support.refuses_model(model, LAYERS_OF_KERNELS)
     if reason is not None:
         return reason
     if model.config.quantization is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.backend_info import BackendInfo
+from engine.backend_info import BackendInfo, PathInfo
 from engine.models.backends import cluster_decode, cublas, fused_gemm, persistent_decode
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.dispatch import PathBackend, Row, usable_paths
@@ -32,6 +32,20 @@ _SUMS = "deterministic is set, but its sums depend on the number of rows"
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why HopperBackend cannot run `model`, whose weights are on `device`; None: it can."""
     return fused_gemm.supports(model, device)
+
+
+def explain(model: LanguageModel, device: torch.device) -> BackendInfo:
+    """Return the info that a HopperBackend of `model` would have, without making it.
+
+    The model may be on the meta device. Whether there is room on the device is not considered.
+    """
+    reasons = {
+        module.NAME: module.supports(model, device)
+        for module in (fused_gemm, cublas, persistent_decode, cluster_decode)
+    }
+    return BackendInfo(
+        BACKEND, tuple(PathInfo(name, reason is None, reason) for name, reason in reasons.items())
+    )
 
 
 class HopperBackend(PathBackend):

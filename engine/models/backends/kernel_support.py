@@ -22,12 +22,20 @@ def lacks_bfloat16_kernels(
 ) -> str | None:
     """Return why kernels for bfloat16 activations cannot run `model` on `device`, any GPU.
 
-    In float16, products with the residual stream itself, before its norm, could overflow.
+    A model on the meta device is judged as if it were on `device`.
     """
-    if device.type != "cuda" or not model.norm.weight.is_cuda:
+    if device.type != "cuda" or model.norm.weight.device.type not in ("cuda", "meta"):
         return "not on a GPU"
     if not library.has_cuda_kernels():
         return "the operators were built without CUDA"
+    return refuses_model(model, support)
+
+
+def refuses_model(model: LanguageModel, support: Support = BLOCKS) -> str | None:
+    """Return why kernels for bfloat16 activations cannot run `model` on any GPU.
+
+    In float16, products with the residual stream itself, before its norm, could overflow.
+    """
     if model.norm.weight.dtype != torch.bfloat16:
         return f"activations are {model.norm.weight.dtype}, not bfloat16"
     return refusal(model, support)

@@ -56,9 +56,14 @@ def supports(
 ) -> str | None:
     """Return why PersistentDecode cannot run `model`, with weights on `device`; None: it can."""
     reason = lacks_hopper_kernels(model, device, SUPPORT)
-    if reason is None and PersistentDecode.most_rows(model, fixed_order=fixed_order) == 0:
+    if reason is None and _most_rows(model, device, fixed_order) == 0:
         return "its kernel does not support the model's widths or number of layers"
     return reason
+
+
+def _most_rows(model: LanguageModel, device: torch.device, fixed_order: bool) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return most_rows(compile_blocks(model), processors, fixed_order=fixed_order)
 
 
 class PersistentDecode:
@@ -71,10 +76,7 @@ class PersistentDecode:
     @staticmethod
     def most_rows(model: LanguageModel, *, fixed_order: bool = False) -> int:
         """Return the largest batch on the model's GPU; 0: the kernel does not support the model."""
-        device = torch.cuda.get_device_properties(model.norm.weight.device)
-        return most_rows(
-            compile_blocks(model), device.multi_processor_count, fixed_order=fixed_order
-        )
+        return _most_rows(model, model.norm.weight.device, fixed_order)
 
     def __init__(self, model: LanguageModel, head: LmHead, *, fixed_order: bool = False) -> None:
         config, blocks = model.config, compile_blocks(model)

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.backend_info import BackendInfo
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.models.backends import cpu, fused_gemm, hopper, persistent_decode
+from engine.models.backends import cpu, eager, fused_gemm, hopper, persistent_decode
 from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.dispatch import PathBackend
@@ -169,6 +169,33 @@ def select_backend(
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
     return _instead_of(hopper.BACKEND, reason, _eager(model, deterministic, tuning))
+
+
+def explain_backend(model: LanguageModel, device: torch.device) -> BackendInfo:
+    """Return which backend `select_backend` would choose, and its paths, with the reasons.
+
+    The model may be on the meta device. An 8-bit model on Hopper is explained without the 16-bit
+    copy, which depends on free memory (`bytes_of_copy`).
+    """
+    if device.type != "cuda":
+        reason = cpu.supports(model)
+        if reason is None:
+            return cpu.INFO
+        return eager.explain(model, device).instead_of(cpu.BACKEND, reason)
+    reason = hopper.supports(model, device)
+    if reason is None:
+        return hopper.explain(model, device)
+    return eager.explain(model, device).instead_of(hopper.BACKEND, reason)
+
+
+def copy_wanted(model: LanguageModel, device: torch.device) -> int:
+    """Return the bytes of the 16-bit copy that would make an 8-bit model faster; 0: none would.
+
+    The engine makes it if twice as much is free.
+    """
+    if device.type != "cuda" or not _would_gain_by_a_copy(model, device):
+        return 0
+    return bytes_of_copy(model)
 
 
 def _instead_of(name: str, reason: str, backend: PathBackend) -> PathBackend:
