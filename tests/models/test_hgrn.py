@@ -320,6 +320,7 @@ def test_the_published_sizes() -> None:
         ("attn", {"layers": [1], "num_heads": 4}),
         ("hidden_act", "powlu"),
         ("elementwise_affine", False),
+        ("elementwise_affine", None),
         ("attnres_block_size", 2),
         ("quantization_config", {"quant_method": "gptq"}),
         ("share_conv_kernel", True),

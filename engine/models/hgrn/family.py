@@ -17,7 +17,7 @@ _SERVED: dict[str, tuple[object, ...]] = {
     "attn": (None,),  # layers of attention between the recurrent ones
     "attnres_block_size": (None,),
     "hidden_act": ("swish", "silu"),
-    "elementwise_affine": (True, None),
+    "elementwise_affine": (True,),  # without, the gated norm has no weight
     "quantization_config": (None,),
 }
 # HgrnConfig's fields that have another name in published files
