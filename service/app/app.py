@@ -116,15 +116,6 @@ def create_app(
         for route in module.router.routes:
             if isinstance(route, JsonRoute):
                 app.lead_to(route)
-    limits = {
-        TEXT_PATH: lambda: settings.max_text_bytes,
-        IMPORT_PATH: lifecycle.most_snapshot_bytes,
-    }
-    for module in (generate, score, completions, chat, states):
-        router = states.making if module is states else module.router
-        for route in router.routes:
-            if isinstance(route, JsonRoute) and route.takes_state:
-                limits[route.path] = lifecycle.most_body_bytes
     app.include_router(states.making)
     app.include_router(states.router)
     app.include_router(reference.router)
@@ -134,7 +125,25 @@ def create_app(
         app.include_router(admin.router)
     describe_access(app, access)
     # The middleware that is added last sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, others=limits)
+    limits = {
+        TEXT_PATH: lambda: settings.max_text_bytes,
+        IMPORT_PATH: lifecycle.most_snapshot_bytes,
+    }
+    for_states = {
+        route.path: lifecycle.most_inline_bytes
+        for router in (
+            generate.router,
+            score.router,
+            completions.router,
+            chat.router,
+            states.making,
+        )
+        for route in router.routes
+        if isinstance(route, JsonRoute) and route.takes_state
+    }
+    app.add_middleware(
+        BodyLimit, max_bytes=settings.max_body_bytes, others=limits, for_states=for_states
+    )
     app.add_middleware(ApiKeyAuth, access=access)
     if settings.cors_origin:
         app.add_middleware(

@@ -25,20 +25,32 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         others: Mapping[str, Callable[[], int]] | None = None,
+        for_states: Mapping[str, Callable[[], int]] | None = None,
     ) -> None:
-        """`max_bytes`: the limit of all paths but `others`, which have limits of their own."""
+        """Create the middleware.
+
+        Args:
+            app: The application.
+            max_bytes: The limit of all paths but `others`.
+            others: Paths that have limits of their own.
+            for_states: Paths whose bodies may have a state in them: how many more bytes they may
+                have. The route refuses larger bodies without one.
+        """
         self.app = app
         self.max_bytes = max_bytes
         self._others = others or {}
+        self._for_states = for_states or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        own = self._others.get(plain(scope["path"]))
+        path = plain(scope["path"])
+        own, state = self._others.get(path), self._for_states.get(path)
         most = self.max_bytes if own is None else own()
+        for_state = 0 if state is None else state()
         announced = header(scope, b"content-length") or ""
         is_known = announced.isdecimal()
-        is_large = is_known and (len(announced) > MOST_DIGITS or int(announced) > most)
+        is_large = is_known and (len(announced) > MOST_DIGITS or int(announced) > most + for_state)
         if is_known and not is_large and CONNECTION in scope:
             return await self.app(scope, receive, send)  # httptools ends the body at its length
         received = 0
@@ -49,20 +61,23 @@ class BodyLimit:
             if REFUSAL in scope:  # the chunked coding is broken, so the body is incomplete
                 raise scope[REFUSAL]
             received += len(message.get("body", b""))
-            if received > most:
-                raise too_large(most)
+            if received > most + for_state:
+                raise too_large(most, for_state)
             return message
 
         async def send_then_discard(message: Message) -> None:
             has_body = FIRST in message or message["type"] == "http.response.body"
-            if has_body and not message.get("more_body", False) and received > most:
+            ends = has_body and not message.get("more_body", False)
+            if ends and received > most + for_state:
                 await self._end(message, receive, send)
             else:
                 await send(message)
 
         if is_large:
-            received = most + 1
-            return await respond(scope, too_large(most))(scope, receive, send_then_discard)
+            received = most + for_state + 1
+            return await respond(scope, too_large(most, for_state))(
+                scope, receive, send_then_discard
+            )
         await self.app(scope, counted, send_then_discard)
 
     async def _end(self, message: Message, receive: Receive, send: Send) -> None:
@@ -72,11 +87,15 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def too_large(most: int, *more: str) -> ApiError:
-    """Return the error for a body of more than `most` bytes; `more` is added to its message."""
+def too_large(most: int, for_state: int = 0) -> ApiError:
+    """Return the error for a body of more than `most` bytes.
+
+    `for_state`: how many more a body may have with a state in it.
+    """
+    more = f", and {for_state} more for a state in it" if for_state else ""
     return ApiError(
         413,
-        "; ".join(("the body is too large", f"allowed: up to {most} bytes", *more)),
+        f"the body is too large; allowed: up to {most} bytes{more}",
         code="body_too_large",
         headers={"Connection": "close"},
     )

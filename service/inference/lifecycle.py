@@ -101,9 +101,9 @@ class Lifecycle:
         state = 0 if self.current is None else self.current.info.state_bytes
         return state + SNAPSHOT_REST
 
-    def most_body_bytes(self) -> int:
-        """Return the largest body of a request that may bring a state along, in base64."""
-        return self.settings.max_body_bytes + -(-self.most_snapshot_bytes() // 3) * 4
+    def most_inline_bytes(self) -> int:
+        """Return the largest size in bytes of a state file in base64, within a body."""
+        return -(-self.most_snapshot_bytes() // 3) * 4
 
     @property
     def requests(self) -> set[InferenceRequest]:

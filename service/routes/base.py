@@ -115,7 +115,7 @@ class StrictRequest(Request):
         BodyLimit lets larger bodies pass where a state may be in them.
         """
         if len(self._body) > most and SNAPSHOT not in self._body:
-            raise too_large(most, 'more only for a state in the body, {"snapshot": ...}')
+            raise too_large(most, get_lifecycle(self).most_inline_bytes())
 
     def validated(self, validate: Callable[[Any], Model]) -> Model:
         """Return the body's JSON, validated; the body must have been read.

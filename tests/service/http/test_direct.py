@@ -320,7 +320,7 @@ def test_what_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
         goes_on = b"transfer-encoding: chunked"
         for head in (waits, goes_on):
             with socket.create_connection(address(url), timeout=DISCARD_SECONDS / 2) as client:
-                client.sendall(b"POST /v1/generate HTTP/1.1\r\nhost: here\r\n%b\r\n\r\n" % head)
+                client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: here\r\n%b\r\n\r\n" % head)
                 if head is goes_on:
                     client.sendall(b"80\r\n%b\r\n" % bytes(128))  # and more, some time
                 assert client.recv(65536).startswith(b"HTTP/1.1 413 ")

@@ -399,3 +399,36 @@ async def test_the_limit_is_inclusive(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder), max_body_bytes=len(raw)) as service:
         assert (await service.http.post(GENERATE, content=raw)).status_code == 200
         assert (await service.http.post(GENERATE, content=raw + b" ")).status_code == 413
+
+
+class TestStatesInBodies:
+    """A state that a client holds makes a body larger, however large the model's states are."""
+
+    @staticmethod
+    async def snapshot_of(service: Service) -> str:
+        body = {"prompts": ["abc"], "max_tokens": 1, "return_state": "snapshot"}
+        result = (await service.post(GENERATE, body))["results"][0]
+        return str(result["state"]["snapshot"])
+
+    async def test_they_may_be_larger_than_the_limit(self, byte_folder: Path) -> None:
+        async with running(fake_runner(byte_folder), max_body_bytes=100) as service:
+            snapshot = await self.snapshot_of(service)
+            body = {"prompts": ["d"], "max_tokens": 1, "state": {"snapshot": snapshot}}
+            assert len(json.dumps(body)) > 4 * 100
+            for path in (GENERATE, "/v1/score", "/v1/completions", "/v1/states"):
+                raw = json.dumps(body).encode()
+                assert (await service.http.post(path, content=raw)).status_code != 413
+            assert (await service.post(GENERATE, body))["results"]
+
+    async def test_other_bodies_may_not(self, byte_folder: Path) -> None:
+        async with running(fake_runner(byte_folder), max_body_bytes=100) as service:
+            more = service.lifecycle.most_inline_bytes()
+            assert more >= 4 / 3 * service.runner.info.state_bytes
+            for raw in (b"a" * 101, b'{"prompts": ["%b"]}' % (b"a" * 101)):
+                response = await service.http.post(GENERATE, content=raw)
+                assert response.status_code == 413
+                message = response.json()["error"]["message"]
+                assert f"up to 100 bytes, and {more} more for a state" in message
+            for extra, status in ((0, 400), (1, 413)):
+                raw = b'{"snapshot"' + b"a" * (100 + more - 11 + extra)
+                assert (await service.http.post(GENERATE, content=raw)).status_code == status

@@ -34,7 +34,9 @@ with listening(runner, max_body_bytes=300) as (url, service):
     # h11 takes this length for nothing, beside chunks.
     head = b"POST /v1/generate HTTP/1.1\r\nhost: here\r\ncontent-length: "
     with socket.create_connection(address(url), timeout=5) as client:
-        client.sendall(head + b"1\r\ntransfer-encoding: chunked\r\n\r\n200\r\n%b\r\n" % bytes(512))
+        chunks = head.replace(b"v1/generate", b"tokenize")
+        chunks += b"1\r\ntransfer-encoding: chunked\r\n\r\n200\r\n"
+        client.sendall(chunks + bytes(512))
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
 
     requests = service.lifecycle.runtime.requests

@@ -127,7 +127,7 @@ async def test_keys_are_asked_for_by_the_path_that_was_meant(byte_folder: Path) 
 
 async def test_limits_of_bodies_are_those_of_the_path_that_was_meant(byte_folder: Path) -> None:
     async with running(fake_runner(byte_folder), max_body_bytes=100) as service:
-        for path, status in (("/v1/states/text/", 307), ("/v1/generate/", 413)):
+        for path, status in (("/v1/states/text/", 307), ("/tokenize/", 413)):
             response = await service.http.post(path, content=b"a" * 101)
             assert response.status_code == status
 

@@ -1,0 +1,149 @@
+"""Commands on a folder as it is published: the hub's MinGRULM with a SentencePiece tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from minGRU_pytorch.minLM import minLM
+
+from service.text.tokenizer import Tokenizer
+from tests.cli.conftest import Minserve
+from tests.models.published import VOCAB, WIDTH, min_lm, write_config, write_folder
+from tests.sentencepiece_models import bpe_pieces, encoded, write_model
+
+PIECES = bpe_pieces()
+PADDED = 512  # the head is larger than the tokenizer
+ON = ["--device", "cpu", "--threads", "1", "--dtype", "float32"]
+MARGIN = 1e-4
+PROMPT = "The quick brown"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> minLM:
+    """The package's model, whose folder is tmp_path / "model"."""
+    model = write_folder(tmp_path / "model", min_lm(num_tokens=PADDED), vocab_size=PADDED)
+    write_model(tmp_path / "model", PIECES)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model.double()
+
+
+def greedy(model: minLM, ids: list[int], count: int) -> list[int]:
+    """The package's own choices; it fails where two tokens are as likely."""
+    tokens = torch.tensor([ids])
+    for _ in range(count):
+        with torch.no_grad():
+            best, second = (logits := model(tokens)[0, -1]).topk(2).values
+        assert best - second > MARGIN
+        tokens = torch.cat((tokens, logits.argmax().view(1, 1)), dim=1)
+    return tokens[0, len(ids) :].tolist()
+
+
+def test_greedy_text_is_the_reference_s(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
+    folder = tmp_path / "model"
+    ids = [1, *encoded(PROMPT, PIECES)]
+    expected = greedy(theirs, ids, 12)
+    tokenizer = Tokenizer.load(folder, PADDED)
+    assert tokenizer is not None
+    decoder = tokenizer.decoder(after=ids)
+    text = decoder.feed_all(expected) + decoder.flush()
+    asked = ("--max-tokens", "12", "--temperature", "0", "--ignore-eos", *ON)
+    done = minserve("generate", PROMPT, "--model", folder, *asked)
+    assert (done.returncode, done.stdout) == (0, text + "\n"), done.stderr
+
+    own = tmp_path / "own"
+    converted = minserve("convert", folder, own)
+    assert converted.returncode == 0, converted.stderr
+    assert (own / "tokenizer.json").exists() and not (own / "tokenizer.model").exists()
+    assert minserve("generate", PROMPT, "--model", own, *asked).stdout == text + "\n"
+
+
+def test_score_is_the_reference_s(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over ñ\nthe lazy dog. " * 5)
+    tokens = torch.tensor([1, *encoded(file.read_text(), PIECES)])
+    with torch.no_grad():
+        logits = theirs(tokens[None, :-1])[0]
+    loss = float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
+    done = minserve("score", file, "--model", tmp_path / "model", "--json", *ON)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_inspect_tells_what_is_there(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
+    folder = tmp_path / "model"
+    done = minserve("inspect", folder, "--json", *ON[:2], *ON[4:], "--max-slots", "3")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    parameters = sum(weight.numel() for weight in theirs.parameters())
+    inner = int(WIDTH * 1.5)
+    assert (told["family"], told["cell"], told["form"]) == ("minrnn", "mingru", "published")
+    assert (told["parameters"], told["layers"], told["d_model"]) == (parameters, 2, WIDTH)
+    assert told["tokenizer"] == {"file": "tokenizer.model", "type": "BPE", "tokens": len(PIECES)}
+    assert told["state"] == [{"name": "cell", "shape": [2, inner], "dtype": "F32"}]
+    assert told["state_bytes"] == 2 * inner * 4
+    assert told["backend"] == {
+        "name": "cpu", "paths": [{"name": "cpu", "used": True, "reason": None}],
+    }  # fmt: skip
+    memory = told["memory"]
+    assert memory["weights"] == 4 * parameters
+    assert memory["states"] == 4 * told["state_bytes"]
+    assert memory["share_rows"] == 64 * (told["state_bytes"] + 4 * PADDED)
+    assert memory["total"] == sum(memory[name] for name in ("weights", "states", "share_rows"))
+
+    other = minserve("inspect", folder, "--device", "cpu", "--dtype", "float16", "--quantize=int8")
+    assert other.returncode == 0, other.stderr
+    lines = dict(line.split("  ", 1) for line in other.stdout.splitlines() if line[0] != " ")
+    assert lines["weights served"].strip() == "float16, matrices int8"
+    assert "not used: weights are torch.float16" in other.stdout
+    assert f"{parameters:,}" in lines["parameters"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_inspect_tells_what_is_known_of_a_device_that_is_not_there(
+    theirs: minLM, tmp_path: Path, minserve: Minserve
+) -> None:
+    done = minserve("inspect", tmp_path / "model", "--device", "cuda", "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert "device 'cuda' cannot be used: " in done.stdout
+    assert "on a Hopper GPU: no fused kernels: widths do not meet" in done.stdout
+
+
+def test_errors_are_one_line(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
+    folder = tmp_path / "model"
+    commands = (
+        ("generate", "a", "--model", folder, *ON),
+        ("inspect", folder),
+        ("convert", folder, tmp_path / "x"),
+    )
+    write_folder(folder, min_lm(num_tokens=VOCAB))
+    for told in commands:
+        done = minserve(*told)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert f"has token id {len(PIECES) - 1}, but" in done.stderr
+        assert f"ends at {VOCAB - 1}" in done.stderr
+    write_config(folder, architectures=["LlamaForCausalLM"])
+    for told in commands:
+        done = minserve(*told)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert "allowed: MinGRULMForCausalLM" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_tokenizer_that_needs_the_extra(
+    theirs: minLM, tmp_path: Path, minserve: Minserve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    for told in (
+        ("generate", "a", "--model", tmp_path / "model", *ON),
+        ("inspect", tmp_path / "model"),
+        ("convert", tmp_path / "model", tmp_path / "x"),
+    ):
+        done = minserve(*told)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+        assert "pip install 'minserve[sentencepiece]'" in done.stderr
+    assert not (tmp_path / "x").exists()
