@@ -9,14 +9,16 @@ import torch
 
 from engine.models import registry
 from engine.models.backends import cluster_decode, cpu, cublas, fused_gemm, persistent_decode
-from engine.models.backends.blocks import compile_blocks, lower_bounds
+from engine.models.backends.blocks import compile_blocks, lower_bounds, refusal
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.fused_gemm import supports_widths
+from engine.models.backends.kernel_support import LAYERS_OF_KERNELS
 from engine.models.backends.selector import select_backend
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
+from engine.models.program import GatedNorm
 from tests.models.variants import blocks_of
 
 CONFIG = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=1)
@@ -93,6 +95,17 @@ def test_widths_behind_an_output_gate(inner: int, hidden: int, taken: bool) -> N
             HgrnConfig(vocab_size=9, d_model=64, n_layers=1, inner=inner, mlp_hidden=hidden)
         )
     assert supports_widths(compile_blocks(model)) is taken
+
+
+def test_an_output_gate_comes_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = HgrnConfig(vocab_size=9, d_model=8, n_layers=1, inner=8, mlp_hidden=8)
+    model = registry.build(config)
+    assert refusal(model, LAYERS_OF_KERNELS) is None
+    whole = model.program()
+    layers = [[one for one in layer if not isinstance(one, GatedNorm)] for layer in whole.layers]
+    without = dataclasses.replace(whole, layers=tuple(map(tuple, layers)))
+    monkeypatch.setattr(model, "program", lambda: without)
+    assert refusal(model, LAYERS_OF_KERNELS) == "cell 'hgrn' without a gated norm"
 
 
 def test_lower_bounds_are_those_of_the_weights_as_they_are() -> None:

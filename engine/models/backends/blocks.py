@@ -231,6 +231,9 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
         if cell not in support.cells:
             *most, last = support.cells
             return f"cell {cell!r}, but its kernels have only {', '.join(most)} and {last}"
+        if block.operators.output_gate != (block.gated_norm is not None):
+            has = "without" if block.gated_norm is None else "with"
+            return f"cell {cell!r} {has} a gated norm"
         if block.mlp is not None and block.mlp.activation not in support.activations:
             return f"activation {block.mlp.activation!r} in the MLP"
         if block.out is None and not support.no_out:

@@ -40,9 +40,8 @@ from engine.ops.fused_norm import (
 )
 
 _Convolve = Callable[[int, Mixer, Tensor], Tensor]  # layer index, convolution, x
-_Recur = Callable[
-    [int, Block, Tensor], Tensor
-]  # layer index, block, x -> the out projection's input
+# layer index, block, x -> the out projection's input
+_Recur = Callable[[int, Block, Tensor], Tensor]
 # block, h, x -> an MLP's hidden channels after the activation, or None without an MLP. It adds the
 # out projection with its bias to x and, once the MLP's norm has been computed, the bias of the
 # MLP's down projection.

@@ -260,13 +260,24 @@ class FusedGemmPath:
         ahead: Tensor | None = None,
         y_squares: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add a product to x; return the input of a norm with this weight and its squares' sums."""
+        """Add a product to x; return the input of a norm with this weight and its squares' sums.
+
+        With `y_squares` the product is divided by the norm that they give.
+        """
         # What is added ahead is not part of the norm's input.
         ones = ahead is None and self._is_of_ones(norm)
         weight, bias = module.weight, module.bias
         scaled, squares = linear_residual_(
-            *(y, weight, bias, x, None if ones else norm, self._fixed_order, ahead, ones),
-            *(y_squares, self._eps),
+            y,
+            weight,
+            bias,
+            x,
+            None if ones else norm,
+            self._fixed_order,
+            ahead,
+            ones,
+            y_squares,
+            self._eps,
         )
         return x if ones else scaled, squares
 

@@ -3,7 +3,7 @@
 - Fused linear maps (fused_gemm.py) read everything, and are fastest up to some hundred tokens; the
   head may be better as a separate kernel.
 - More tokens are read with library products (cublas.py), completely or except for the middle of a
-  layer (out projection and MLP up with GELU).
+  layer (out projection and MLP up with its activation).
 - A step of a few sequences is one kernel (persistent_decode.py), also with 8-bit weights.
 - A step of up to about a hundred sequences of a small model is one kernel (cluster_decode.py).
 """
