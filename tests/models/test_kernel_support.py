@@ -46,9 +46,8 @@ def test_no_kernel_takes_a_cell_for_another() -> None:
 @pytest.mark.gpu
 def test_no_kernel_on_a_gpu_takes_a_cell_for_another() -> None:
     cuda, model = torch.device("cuda"), of_another_cell().to("cuda", torch.bfloat16)
-    for path in (persistent_decode, cluster_decode):
-        assert path.supports(model, cuda) == REFUSAL
-    for path in (fused_gemm, cublas):
+    assert cluster_decode.supports(model, cuda) == REFUSAL
+    for path in (fused_gemm, cublas, persistent_decode):
         assert path.supports(model, cuda) == REFUSAL.replace(" and minlstm", ", minlstm and hgrn")
     served = select_backend(model, cuda)
     assert isinstance(served, EagerBackend)
@@ -60,9 +59,8 @@ def test_which_kernels_take_hgrn() -> None:
     cuda = torch.device("cuda")
     config = HgrnConfig(vocab_size=66, d_model=384, n_layers=1, inner=384, mlp_hidden=512)
     model = registry.build(config).to("cuda", torch.bfloat16)
-    for path in (persistent_decode, cluster_decode):
-        assert path.supports(model, cuda) == REFUSAL.replace("other", "hgrn")
-    for path in (fused_gemm, cublas):
+    assert cluster_decode.supports(model, cuda) == REFUSAL.replace("other", "hgrn")
+    for path in (fused_gemm, cublas, persistent_decode):
         assert path.supports(model, cuda) is None
         convolved = registry.build(dataclasses.replace(config, conv_kernel=4))
         reason = path.supports(convolved.to("cuda", torch.bfloat16), cuda)

@@ -204,6 +204,28 @@ def expected_of(
         yield value
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        config(d_model=64, inner=96, mlp_hidden=80),
+        config(d_model=64, inner=64, mlp_hidden=80, lower_bounds=False),
+        own_block(d_model=64, cell_bias=True, out_bias=True),
+    ],
+)
+def test_the_reference_is_the_model_but_for_rounding(asked: ModelConfig) -> None:
+    model = build(asked, "cpu", torch.bfloat16)
+    exact = build(asked, "cpu", torch.float32)
+    exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    phases, eps = list(_phases(compile_blocks(model), LmHead.of(model))), asked.norm_eps
+    tokens, slots, state = int32([3, 65, 9]), int32([2, 0, -1]), exact.new_state(4)
+    hidden = state[cell_of(model)].normal_()
+    mine = hidden.double()
+    *_, got = expected_of(phases, tokens, slots, mine, eps)
+    expected = exact.logits(exact.step(tokens, state, slots))
+    assert relative_error(got[:2, :66], expected[:2]) < 0.02
+    assert relative_error(mine, hidden) < 0.01
+
+
 def identity(channels: int, like: Tensor) -> Phase:
     """A head whose logits are the phase before."""
     one = torch.eye(channels, device="cuda", dtype=torch.float32)
@@ -298,7 +320,7 @@ STEPS = PHASES | {
     "three layers": config(),
     "one block of inputs": config(d_model=64, inner=64, mlp_hidden=192, n_layers=1),
     "convolution": own_block(conv_kernel=4, cell_bias=True),
-    "many layers": config(d_model=256, inner=256, mlp_hidden=704, n_layers=20),
+    "many layers": config(d_model=256, inner=256, mlp_hidden=768, n_layers=20),
 }
 
 
