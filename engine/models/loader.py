@@ -233,10 +233,7 @@ def load_model(
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
     with open_weights(folder, known_readable=known_readable) as stored:
         # One tensor at a time, so that the unquantised ones are never in memory together.
-        if is_published(folder):
-            read = published.read_weights(folder, stored_model, stored)
-        else:
-            read = _read_own(folder, stored_model, stored)
+        read = _read_checked(folder, stored_model, stored)
         tensors: Iterator[tuple[str, Tensor]] = ((name, tensor.to(device)) for name, tensor in read)
         if quantize is not None and config.quantization is None:
             tensors = quantize_weights(tensors, quantized_matrices(model), quantize)
@@ -382,4 +379,4 @@ def _read_own(
         for name, tensor in model.state_dict().items()
     }
     compare(folder, expected, stored)
-    return ((name, stored[name].read()) for name in expected)
+    return ((name, stored[name].read().contiguous()) for name in expected)

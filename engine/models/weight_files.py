@@ -74,7 +74,10 @@ def weight_files(folder: Path) -> list[Path]:
             return _indexed(folder / index)
         if has_file(folder / single):
             return [folder / single]
-    found = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
+    try:
+        found = sorted(path for path in folder.iterdir() if path.suffix in TORCH_SUFFIXES)
+    except OSError as error:
+        raise unreadable(folder, error) from error
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:3])
         raise CheckpointError(
