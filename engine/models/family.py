@@ -28,7 +28,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The places of a model's tensors in a published folder.
+    """The stored tensors of a published folder of which each of a model is made.
 
     Args:
         tensors: for each tensor of the model's state dict the stored ones, which are concatenated
