@@ -18,7 +18,10 @@ from engine.models.registry import family_of
 def published_state_dict(model: HgrnLM) -> dict[str, Tensor]:
     """Return the model's weights under the names of the package, as views of them."""
     weights, found = model.state_dict(), {}
-    for name, parts in family_of(model.config).published_weights(model.config, {}).tensors.items():
+    config = model.config
+    # the form in which gate and up of an MLP are tensors of their own
+    stored = {f"model.layers.{n}.mlp.up_proj.weight": () for n in range(config.n_layers)}
+    for name, parts in family_of(config).published_weights(config, stored).tensors.items():
         rows = weights[name].split([part.shape[0] for part in parts])
         found.update(
             {part.name: row.view(part.shape) for part, row in zip(parts, rows, strict=True)}

@@ -226,10 +226,16 @@ def test_the_reference_is_the_model_but_for_rounding(asked: ModelConfig) -> None
     assert relative_error(mine, hidden) < 0.01
 
 
+def shown(channels: int) -> slice:
+    """Which channels of a phase a head shows: so few that their inputs may come in pieces."""
+    return slice(None, None, -(-channels // 1024))
+
+
 def identity(channels: int, like: Tensor) -> Phase:
-    """A head whose logits are the phase before."""
-    one = torch.eye(channels, device="cuda", dtype=torch.float32)
-    scale = None if like.dtype == torch.bfloat16 else torch.ones(channels, device="cuda")
+    """A head whose logits are the `shown` channels of the phase before."""
+    one = torch.eye(channels, device="cuda", dtype=torch.float32)[shown(channels)].contiguous()
+    one = one[: len(one) // 8 * 8]
+    scale = None if like.dtype == torch.bfloat16 else torch.ones(len(one), device="cuda")
     return Phase(kind="logits", weight=one.to(like.dtype), scale=scale)
 
 
@@ -287,8 +293,11 @@ def test_every_phase_is_that_of_float64(name: str, kind: str) -> None:
             last = some[-1]
             if last.kind == "gates":
                 continue  # no head may follow: seen in the states, and in what `residual` makes
+            wanted = expected[count - 1]
             if last.kind != "logits":
-                some = [*some, identity(expected[count - 1].shape[1], phases[1].weight)]
+                head = identity(wanted.shape[1], phases[1].weight)
+                some = [*some, head]
+                wanted = wanted[:, shown(wanted.shape[1])][:, : len(head.weight)]
             program = Program(
                 some,
                 cell="hgrn",
@@ -303,7 +312,7 @@ def test_every_phase_is_that_of_float64(name: str, kind: str) -> None:
                 cell.copy_(start)
                 got = program.run(tokens, slots, own, None, eps)
             where = f"batch {batch}, phase {count - 1} of {len(phases)} ({last.kind})"
-            of_rows = wrong_rows(got[live], expected[count - 1][live], 6e-3)
+            of_rows = wrong_rows(got[live], wanted[live], 6e-3)
             if of_rows:
                 wrong[where] = of_rows
             for layer in ran:
