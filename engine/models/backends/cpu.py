@@ -65,11 +65,7 @@ def _other_gates(model: LanguageModel) -> str | None:
     """Return what lies between gates and out projection that the operators do not compute."""
     blocks = compile_blocks(model)
     for block in blocks.blocks:
-        cell, convs = block.recurrence.cell, block.short_convs
-        if (block.gated_norm is not None) != block.operators.output_gate:
-            return (
-                f"cell {cell!r} {'without' if block.operators.output_gate else 'with'} a gated norm"
-            )
+        convs = block.short_convs
         if block.gated_norm is not None and block.gated_norm.eps != model.config.norm_eps:
             return "gated norms with another epsilon than the model's norms"
         columns = [(conv.first, conv.weight.shape[0]) for conv in convs]
