@@ -19,10 +19,9 @@ from engine.models.backends.selector import copy_wanted, explain_backend
 from engine.models.language_model import LanguageModel
 from engine.models.loader import is_published, load_config, outline_model, resolve
 from engine.models.weight_files import weight_files
+from engine.state_spec import hidden_bytes_of
 from engine.tokenizer_files import read_tokenizer
 from service.text.tokenizer import Tokenizer
-
-LOGIT_BYTES = 4
 
 
 def inspect_model(asked: EngineConfig) -> dict[str, Any]:
@@ -37,7 +36,8 @@ def inspect_model(asked: EngineConfig) -> dict[str, Any]:
     model, config, stored = outline_model(folder, cast(DtypeName, served), asked.quantization)
     types = Counter(one.dtype for one in stored.values())
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
-    row = config.state_bytes + LOGIT_BYTES * config.vocab_size
+    # on the device the hidden state is of the activations' type, in main memory fp32
+    row = config.state_bytes + hidden_bytes_of(config.d_model)
     copy = 0 if missing else copy_wanted(model, device)
     return {
         "folder": str(folder),
