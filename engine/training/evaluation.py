@@ -86,7 +86,7 @@ class CarriedLoss:
     def __init__(self, model: Reader, state: ModelState) -> None:
         self._model = model
         self._state = state
-        self._device = state["cell"].device
+        self._device = state.tensors()[0].device
         self._slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._unread = torch.empty(0, dtype=torch.int32, device=self._device)
         self._nats = 0.0
