@@ -1,4 +1,4 @@
-// From a cell's kind to its code: the one place where kernels choose between cells.
+// From a cell's kind to its code, for kernels that are templates of the cell.
 #pragma once
 
 #include "hgrn.h"

@@ -10,8 +10,8 @@ namespace {
 template <template <class> class CellOf>
 constexpr CellTraits traits(const char* name) {
   using Cell = CellOf<float>;
-  return {name,          Cell::kPreactivations, Cell::kInputs, Cell::kParameters,
-          Cell::kStates, Cell::kOutputs};
+  return {name,          Cell::kPreactivations, Cell::kInputs,    Cell::kParameters,
+          Cell::kStates, Cell::kOutputs,        Cell::kHasOptions};
 }
 
 constexpr CellTraits kTraits[] = {
@@ -45,6 +45,12 @@ std::string unknown(const std::string& name) {
 
 const CellTraits& traits_of(CellKind kind) {
   return kTraits[static_cast<int>(kind)];
+}
+
+void check_options(const Check& check, CellKind kind, bool linear_candidate, bool normalize_gates) {
+  const CellTraits& traits = traits_of(kind);
+  check.require(traits.has_options || (!linear_candidate && normalize_gates), "the cell ",
+                traits.name, " has no linear_candidate and no normalize_gates");
 }
 
 void no_kernel_of(CellKind kind) {

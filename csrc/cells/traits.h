@@ -13,8 +13,12 @@ namespace minserve {
 struct CellTraits {
   const char* name;
   int preactivations, inputs, parameters, states, outputs;
+  bool has_options;
 };
 const CellTraits& traits_of(CellKind kind);
+
+// Throws for options that a cell does not have.
+void check_options(const Check& check, CellKind kind, bool linear_candidate, bool normalize_gates);
 
 // The cell of this name. Throws for a name that no cell has, and says which there are.
 CellKind cell_named(const Check& check, const std::string& name);

@@ -89,7 +89,7 @@ Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& we
   args.gate_stride = gate.stride(0);
   const std::int64_t row_bytes = args.gate_stride * bytes_of(gate);
   check.require((args.channels <= 1 || gate.stride(1) == 1) &&
-                    row_bytes % static_cast<std::int64_t>(kAlignment) == 0 &&
+                    (args.rows <= 1 || row_bytes % static_cast<std::int64_t>(kAlignment) == 0) &&
                     reinterpret_cast<std::uintptr_t>(gate.const_data_ptr()) % kAlignment == 0,
                 "channels of gate must lie together, its rows at multiples of ", kAlignment,
                 " bytes, got ", describe(gate));
@@ -146,10 +146,10 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
                 "rows of state must be aligned to 16 bytes");
   const CellTraits& traits = traits_of(kind);
   const bool gated = traits.preactivations > traits.inputs;
-  check.require(gated || (!lower_bound && !norm_weight), "the cell ", traits.name,
-                " has no lower_bound and no norm_weight");
-  check.require(!gated || (!linear_candidate && normalize_gates), "the cell ", traits.name,
-                " has no linear_candidate and no normalize_gates");
+  check.require(traits.parameters > 0 || !lower_bound, "the cell ", traits.name,
+                " has no lower_bound");
+  check.require(gated || !norm_weight, "the cell ", traits.name, " has no norm_weight");
+  check_options(check, kind, linear_candidate, normalize_gates);
   if (lower_bound) {
     check.tensor(*lower_bound, "lower_bound", ScalarType::Float, {channels}, "[channels]");
     check_vectors(check, *lower_bound, "lower_bound");

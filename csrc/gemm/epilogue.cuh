@@ -97,6 +97,7 @@ struct StepOf {
   static_assert(Cell::kStates == 1 && Cell::kOutputs == 1, "a quad has one of each");
   static_assert(kGates - Cell::kInputs <= 1 && kParameters <= 1, "no kernel has more");
   static_assert(kGates == 2 || kGates == 3, "tiles of rows are laid out for these");
+  static_assert(!kOutputGate || kGates == 3, "squares are summed by sixteen threads of a token");
 };
 struct SwiGlu {
   using Before = NothingBefore;
@@ -276,7 +277,7 @@ __device__ __forceinline__ void finish_gates(SwiGlu, const GemmArgs& args, const
 
 // The products of a channel's gates: one step, or SwiGLU. They are rounded as a prompt's
 // pre-activations are, so that stepping differs from scanning by nothing but the order of a
-// product's sums.
+// product's sums; with an output gate, also by what is rounded around the norm of h.
 template <class Step, class Vectors>
 __device__ __forceinline__ void gates_epilogue(Step step, const GemmArgs& args,
                                                const QuadPosition& at, const Vectors& vectors,

@@ -13,8 +13,8 @@ namespace minserve {
 namespace cuda {
 
 // weight [gates * channels, inputs] and input [tokens, inputs], contiguous; enqueued on the stream.
-// `cell`: whose step is the epilogue, of GemmCells; none: `args.epilogue` is, and there is one
-// gate.
+// `cell`: whose step is the epilogue, of GemmCells; none: `args.epilogue` is (of one row per
+// channel, or two for SwiGLU).
 void gemm(const GemmArgs& args, const void* weight, const void* input, std::optional<CellKind> cell,
           int device, void* stream);
 

@@ -192,6 +192,7 @@ std::tuple<Tensor, Tensor> linear_step(const Tensor& x, const MaybeTensor& squar
   GemmArgs args = maps.args(Epilogue::plain, x, weight, gates, bias);
   args.batch_invariant = batch_invariant;
   maps.normed(args, x, squares, eps);
+  check_options(maps.check, kind, linear_candidate, normalize_gates);
   if (lower_bound) {
     maps.check.require(traits.parameters > 0, "the cell ", traits.name, " has no lower_bound");
     maps.check.tensor(*lower_bound, "lower_bound", ScalarType::Float, {args.channels},
@@ -229,6 +230,8 @@ std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight
   maps.aligned(x, "x");
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");
   args.batch_invariant = batch_invariant;
+  // Rows that a step skipped have squares of 0, which eps keeps from being divided by.
+  maps.check.require(!y_squares || eps > 0, "eps must be positive with y_squares, got ", eps);
   maps.normed(args, y, y_squares, eps, "y_squares");
   args.x = x.mutable_data_ptr();
   if (ahead) {

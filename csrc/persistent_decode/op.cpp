@@ -169,6 +169,7 @@ Tensor persistent_decode(const Tensor& tokens, const Tensor& slots_given,
   check.tensor(ended, "ended", ScalarType::Long, {1}, "[1], int64");
   check.require(exchange.is_contiguous(), "exchange must be contiguous");
 
+  check_options(check, args.cell_kind, linear_candidate, normalize_gates);
   args.linear_candidate = linear_candidate;
   args.normalize_gates = normalize_gates;
   args.eps = static_cast<float>(eps);

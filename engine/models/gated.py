@@ -19,7 +19,7 @@ class GatedRMSNorm(nn.RMSNorm):
 
     def forward(self, h: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """Norm h [..., channels], gated by `gate` of the same shape; differentiable."""
-        if _takes_kernels(h, h.shape[-1]):
+        if _takes_kernels(h, h.shape[-1]) and self.weight.dtype == h.dtype:
             assert self.eps is not None
             return fused_norm.gated_rms_norm(h, gate, self.weight, self.eps)
         dtype = torch.float64 if h.dtype == torch.float64 else torch.float32

@@ -90,22 +90,24 @@ def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -
     """Return h / sqrt(mean(h^2) + eps) * weight * silu(gate), row by row, in fp32, rounded once.
 
     Args:
-        h: [tokens, channels], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16
-            bytes, channels a multiple of 8.
-        gate: [tokens, channels] in h's dtype; rows may lie apart, as the last third of
-            pre-activations does, but at multiples of 16 bytes.
+        h: [..., channels], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16 bytes,
+            channels a multiple of 8.
+        gate: of h's shape and dtype; rows may lie apart, as the last third of pre-activations
+            does, but at multiples of 16 bytes.
         weight: [channels] in h's dtype; None is ones.
         eps: added to the mean of the squares.
 
     Returns:
-        [tokens, channels] in h's dtype.
+        [..., channels] in h's dtype. On a GPU there is no gradient.
 
     Raises:
         RuntimeError: on a GPU, shapes, dtypes, alignments or devices do not fit.
     """
     if h.is_cuda and _HAS_KERNELS:
-        normed: Tensor = torch.ops.minserve.gated_rms_norm(h, gate, weight, eps)
-        return normed
+        normed: Tensor = torch.ops.minserve.gated_rms_norm(
+            h.flatten(0, -2), gate.flatten(0, -2), weight, eps
+        )
+        return normed.view(h.shape)
     wide = h.float()
     wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
@@ -117,18 +119,18 @@ def swiglu(y: Tensor) -> Tensor:
     """Return silu(gate) * up of y = gate | up, in fp32 and then rounded once.
 
     Args:
-        y: [tokens, 2 * hidden], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16
+        y: [..., 2 * hidden], float32, bfloat16 or float16. On a GPU contiguous, aligned to 16
             bytes, hidden a multiple of 8.
 
     Returns:
-        [tokens, hidden] in y's dtype.
+        [..., hidden] in y's dtype. On a GPU there is no gradient.
 
     Raises:
         RuntimeError: on a GPU, shapes, dtypes or alignments do not fit.
     """
     if y.is_cuda and _HAS_KERNELS:
-        out: Tensor = torch.ops.minserve.swiglu(y)
-        return out
+        out: Tensor = torch.ops.minserve.swiglu(y.flatten(0, -2))
+        return out.view(*y.shape[:-1], -1)
     gate, up = y.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(y.dtype)
 

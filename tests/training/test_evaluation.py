@@ -70,6 +70,17 @@ def test_windows_loss_is_that_of_each_window_read_from_the_initial_state(
     assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_windows_loss_on_a_gpu_is_that_on_the_cpu(dtype: torch.dtype) -> None:
+    """Of a cell whose norm and gate have a kernel of their own there."""
+    lm, ids = model("hgrn").to(dtype), text(29).int()
+    expected = windows_loss(lm, ids, window=8, batch=2)
+    loss = windows_loss(lm.cuda(), ids.cuda(), window=8, batch=2)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02
+    assert loss.nats == pytest.approx(expected.nats, rel=tolerance)
+
+
 @pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
 @pytest.mark.parametrize(("conv_kernel", "learned"), [(0, False), (4, False), (2, True)])
 def test_carried_loss_is_that_of_stepping_through_the_text(

@@ -41,7 +41,7 @@ class Cell(nn.Module):
             config.cell,
             "cell",
             linear_candidate=config.candidate == "linear",
-            normalize_gates=config.normalize_gates,
+            normalize_gates=config.normalize_gates or config.cell != "minlstm",
         )
         self.gates = linear(
             config, config.d_model, self.operators.gates * config.inner, bias=config.cell_bias
