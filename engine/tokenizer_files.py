@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.errors import CheckpointError
 from engine.model_files import has_file, unreadable
 from engine.sentencepiece_model import tokenizer_json
 
@@ -47,3 +48,5 @@ def read_tokenizer(folder: Path) -> TokenizerText | None:
         return TokenizerText(path, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise unreadable(path, error) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error

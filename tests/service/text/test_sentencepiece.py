@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidRequest
 from engine.protocol.sampling_params import Grammar
 from engine.structured_output.compiler import compile_grammar, load_tokens
 from engine.tokenizer_files import read_tokenizer
@@ -136,6 +136,14 @@ def test_without_the_extra_its_name_is_told(
     message = r"tokenizer\.model: .*pip install 'minserve\[sentencepiece\]'"
     with pytest.raises(CheckpointError, match=message):
         Tokenizer.load(tmp_path, 1000)
+
+
+def test_a_tokenizer_json_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer: .*utf-8"):
+        Tokenizer.load(tmp_path, 1000)
+    with pytest.raises(InvalidRequest, match=r"grammars .*tokenizer\.json: not a tokenizer"):
+        load_tokens(tmp_path, 1000)
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
