@@ -153,9 +153,9 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
         allowed = " or ".join(map(repr, (FORMAT, *FORMER)))
         raise StateMalformed(f"the snapshot's format is {_short(kind)}; allowed: {allowed}")
     if (digest is None) != (kind == WITHOUT_DIGEST):
+        allowed, had = ("a", "none") if digest is None else ("no", "one")
         raise StateMalformed(
-            f"a snapshot of format {kind!r} must have "
-            f"{'no digest, but this one has one' if digest else 'a digest, but this one has none'}"
+            f"a snapshot of format {kind!r} must have {allowed} digest, but this one has {had}"
         )
     if fingerprint != shape.fingerprint:
         raise StateMismatch(

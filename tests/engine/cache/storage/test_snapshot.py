@@ -105,7 +105,15 @@ def test_a_digest_is_of_its_format() -> None:
     def former(header: dict[str, Any]) -> None:
         header["__metadata__"]["format"] = "minserve.state.1"
 
-    for change, words in ((without, "has none"), (former, "has one")):
+    def former_without_a_sum(header: dict[str, Any]) -> None:
+        former(header)
+        header["__metadata__"]["digest"] = ""
+
+    for change, words in (
+        (without, "has none"),
+        (former, "has one"),
+        (former_without_a_sum, "has one"),
+    ):
         with pytest.raises(StateMalformed, match=words):
             read(changed(content, change), SHAPES[0])
     assert read(changed(changed(content, without), former), SHAPES[0]) == sample(SHAPES[0])
