@@ -300,7 +300,7 @@ def convert(
         shutil.copyfile(tokenizer, destination / "tokenizer.json")
     try:
         if Tokenizer.load(destination, config.vocab_size) is None:
-            terminal.note("the folder has no tokenizer.json, so it serves token ids only")
+            terminal.note("the folder has no tokenizer, so it serves token ids only")
     except EngineError:
         shutil.rmtree(destination)
         raise

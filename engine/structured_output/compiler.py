@@ -68,7 +68,8 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
         ) from error
     if layout is None:
         raise InvalidRequest(
-            "the model has no tokenizer.json, so grammars cannot be matched against its text"
+            "the model has no tokenizer.json or tokenizer.model, so grammars cannot be matched "
+            "against its text"
         )
     try:
         # The text to match continues the prompt, so no space may be put before it.

@@ -75,5 +75,5 @@ def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> JSONResponse:
 
 def _tokenizer(runtime: Runtime, param: str) -> Tokenizer:
     if runtime.tokenizer is None:
-        raise invalid(param, "the model has no tokenizer.json")
+        raise invalid(param, "the model has no tokenizer.json or tokenizer.model")
     return runtime.tokenizer

@@ -89,5 +89,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
     tokenizer = Tokenizer.load(folder, vocab_size)
     if tokenizer is None:
-        raise ConfigError(f"{folder} has no tokenizer.json, so it cannot read text")
+        raise ConfigError(
+            f"{folder} has no tokenizer.json or tokenizer.model, so it cannot read text"
+        )
     return tokenizer

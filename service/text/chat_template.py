@@ -33,7 +33,7 @@ from service.text.tokenizer import THREAD_CHARACTERS, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NO_TOKENIZER = "the model has no tokenizer.json, so it cannot read messages"
+NO_TOKENIZER = "the model has no tokenizer.json or tokenizer.model, so it cannot read messages"
 NO_TEMPLATE = (
     "the model has no chat template (a file chat_template.jinja, or chat_template in "
     "tokenizer_config.json or chat_template.json), so it cannot read messages; use "

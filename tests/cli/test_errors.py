@@ -265,7 +265,7 @@ def test_text_needs_a_tokenizer(
     (tmp_path / "copy" / "tokenizer.json").unlink()
     capsys.readouterr()
     for arguments in (["generate", "x"], ["score", str(text_file)]):
-        assert "tokenizer.json" in refused(capsys, *arguments, "--model", tmp_path / "copy")
+        assert "tokenizer.model" in refused(capsys, *arguments, "--model", tmp_path / "copy")
 
 
 def commands_that_read_a_model(folder: Path, text_file: Path, tmp_path: Path) -> list[list[str]]:

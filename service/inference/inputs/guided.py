@@ -74,7 +74,8 @@ async def read_grammars(
         if runtime.tokenizer is None:
             raise invalid(
                 one.param,
-                "is not supported, because the model has no tokenizer.json and so no text",
+                "is not supported, because the model has no tokenizer.json or tokenizer.model and "
+                "so no text",
             )
     total = sum(len(one.grammar.text) for one in wanted if one is not None) * times
     if total > settings.max_body_bytes:  # the engine request of each sample has its own copy

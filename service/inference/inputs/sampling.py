@@ -75,7 +75,8 @@ async def read_prompt(
         if tokenizer is None:
             raise invalid(
                 param,
-                "text cannot be read, because the model has no tokenizer.json; give token ids",
+                "text cannot be read, because the model has no tokenizer.json or tokenizer.model; "
+                "give token ids",
             )
         try:
             ids = await tokenizer.encode_async(
@@ -242,7 +243,8 @@ async def read_stops(
     if distinct and tokenizer is None:
         raise invalid(
             "stop",
-            "is not supported, because the model has no tokenizer.json and so no text; use "
+            "is not supported, because the model has no tokenizer.json or tokenizer.model and so "
+            "no text; use "
             "stop_token_ids",
         )
     size = sum(len(text) for texts in distinct for text in texts)

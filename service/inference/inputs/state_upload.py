@@ -73,7 +73,9 @@ async def read_text(
     if query.state is not None:
         use = await read_use({"state": query.state}, runtime, inference, timeout, "text")
     if runtime.tokenizer is None:
-        raise invalid("text", "cannot be read, because the model has no tokenizer.json")
+        raise invalid(
+            "text", "cannot be read, because the model has no tokenizer.json or tokenizer.model"
+        )
     tokenizer = runtime.tokenizer
     pieces = text_pieces(body, tokenizer, runtime.settings.receive_timeout)
     info: StateInfo | None = None
