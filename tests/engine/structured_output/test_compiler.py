@@ -384,7 +384,10 @@ def _with_unknown_decoder(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prepare", "reason"),
-    [(_without_file, "no tokenizer.json or tokenizer.model"), (_with_unknown_decoder, "which bytes")],
+    [
+        (_without_file, "no tokenizer.json or tokenizer.model"),
+        (_with_unknown_decoder, "which bytes"),
+    ],
 )
 def test_models_without_known_texts(
     prepare: Callable[[Path], None], reason: str, tmp_path: Path
