@@ -25,21 +25,13 @@ class TokenizerText(NamedTuple):
     text: str
 
 
-def tokenizer_path(folder: Path) -> Path | None:
-    """Return the file that has the folder's tokenizer; None if there is none.
-
-    Raises CheckpointError if something other than a file has its name.
-    """
-    paths = (folder / name for name in (TOKENIZER, SENTENCEPIECE))
-    return next((path for path in paths if has_file(path)), None)
-
-
 def read_tokenizer(folder: Path) -> TokenizerText | None:
     """Return the folder's tokenizer; None if there is none.
 
     Raises CheckpointError if it cannot be read, or needs an extra that is not installed.
     """
-    path = tokenizer_path(folder)
+    paths = (folder / name for name in (TOKENIZER, SENTENCEPIECE))
+    path = next((path for path in paths if has_file(path)), None)
     if path is None:
         return None
     if path.name == SENTENCEPIECE:

@@ -295,9 +295,8 @@ def convert(
         norm_eps=norm_eps,
         eos_token_id=eos_token_id or None,
         quantize=quantize,
+        tokenizer=tokenizer,
     )
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, destination / "tokenizer.json")
     try:
         if Tokenizer.load(destination, config.vocab_size) is None:
             terminal.note("the folder has no tokenizer, so it serves token ids only")

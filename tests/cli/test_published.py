@@ -92,7 +92,7 @@ def test_inspect_tells_what_is_there(theirs: minLM, tmp_path: Path, minserve: Mi
     memory = told["memory"]
     assert memory["weights"] == 4 * parameters
     assert memory["states"] == 4 * told["state_bytes"]
-    assert memory["share_rows"] == 64 * (told["state_bytes"] + 4 * PADDED)
+    assert memory["share_rows"] == 64 * (told["state_bytes"] + 4 * WIDTH)
     assert memory["total"] == sum(memory[name] for name in ("weights", "states", "share_rows"))
 
     other = minserve("inspect", folder, "--device", "cpu", "--dtype", "float16", "--quantize=int8")
@@ -113,6 +113,18 @@ def test_inspect_tells_what_is_known_of_a_device_that_is_not_there(
     assert "on a Hopper GPU: no fused kernels: widths do not meet" in done.stdout
 
 
+def test_a_tokenizer_that_is_given_replaces_the_folder_s(
+    theirs: minLM, tmp_path: Path, minserve: Minserve
+) -> None:
+    assert minserve("convert", tmp_path / "model", tmp_path / "own").returncode == 0
+    given = tmp_path / "given.json"
+    (tmp_path / "own" / "tokenizer.json").rename(given)
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"?")  # not even read
+    done = minserve("convert", tmp_path / "model", tmp_path / "other", "--tokenizer", given)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "other" / "tokenizer.json").read_bytes() == given.read_bytes()
+
+
 def test_errors_are_one_line(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
     folder = tmp_path / "model"
     commands = (
@@ -130,7 +142,7 @@ def test_errors_are_one_line(theirs: minLM, tmp_path: Path, minserve: Minserve) 
     for told in commands:
         done = minserve(*told)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-        assert "allowed: MinGRULMForCausalLM" in done.stderr
+        assert "MinGRULMForCausalLM, or model_type" in done.stderr
     assert not (tmp_path / "x").exists()
 
 

@@ -184,6 +184,23 @@ def test_quantised_at_load_and_by_convert(kind: Any, folder: Path, tmp_path: Pat
     assert all(torch.equal(expected[name], tensor) for name, tensor in own.state_dict().items())
 
 
+@pytest.mark.parametrize("options", [
+    {"quantize": "int8"}, {"quantize": "fp8"}, {"quantize": "int8", "dtype": "float32"},
+    {"dtype": "float32"}, {"dtype": "float16"}, {},
+], ids=str)  # fmt: skip
+def test_convert_rounds_the_stored_values_once(options: dict[str, Any], tmp_path: Path) -> None:
+    """They may have more digits than the type that config.json names."""
+    source = tmp_path / "model"
+    source.mkdir()
+    write_config(source, torch_dtype="bfloat16")
+    write_single(source, published_weights(min_lm()))
+    config = convert(source, tmp_path / "own", **options)
+    assert config.dtype == options.get("dtype", "bfloat16")
+    expected = load_model(source, "cpu", **options)[0].state_dict()
+    own = load_model(tmp_path / "own", "cpu")[0].state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in own.items())
+
+
 @pytest.mark.parametrize("stored_head", [True, False])
 def test_a_tied_head(stored_head: bool, tmp_path: Path) -> None:
     weights = published_weights(min_lm())

@@ -33,7 +33,7 @@ from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.minlm import layout
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
-from engine.tokenizer_files import TOKENIZER, read_tokenizer, tokenizer_path
+from engine.tokenizer_files import TOKENIZER, read_tokenizer
 
 __all__ = ["convert"]
 
@@ -47,6 +47,7 @@ def convert(
     norm_eps: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     quantize: Quantization | None = None,
+    tokenizer: Path | None = None,
 ) -> ModelConfig:
     """Write the checkpoint folder `destination` from a state dict, and return its config.
 
@@ -65,6 +66,7 @@ def convert(
         eos_token_id: end-of-text ids.
         quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
             bitwise equal to the source quantised at load.
+        tokenizer: a tokenizer.json to take instead of the source's tokenizer, which is not read.
 
     Raises:
         CheckpointError: the source is missing, damaged or of unknown layout, or the destination is
@@ -74,7 +76,7 @@ def convert(
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: already exists; give a new or empty folder")
-    model, config = _read(source)
+    model, config = _read(source, dtype, quantize)
     folder = source if has_folder(source) else source.parent
     if folder != source and eos_token_id is None:
         config = with_generation_config(config, folder)
@@ -100,17 +102,23 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    _write(destination, model, config, folder)
+    _write(destination, model, config, folder, tokenizer)
     return config
 
 
-def _read(source: Path) -> tuple[LanguageModel, ModelConfig]:
+def _read(
+    source: Path, dtype: DtypeName | None, quantize: Quantization | None
+) -> tuple[LanguageModel, ModelConfig]:
+    """Return the model with values that were rounded at most once, to `dtype`.
+
+    A file's are as stored, and not quantised; a folder's are quantised from the stored ones.
+    """
     if has_folder(source):
         if not has_file(source / CONFIG):
             raise CheckpointError(
                 f"{source}: a folder without {CONFIG}; give the file that has the state dict"
             )
-        return load_model(source, "cpu")
+        return load_model(source, "cpu", dtype, quantize)
     if has_file(source):
         read_through(source)
     try:
@@ -128,7 +136,13 @@ def _read(source: Path) -> tuple[LanguageModel, ModelConfig]:
     return model, config
 
 
-def _write(destination: Path, model: LanguageModel, config: ModelConfig, source: Path) -> None:
+def _write(
+    destination: Path,
+    model: LanguageModel,
+    config: ModelConfig,
+    source: Path,
+    tokenizer: Path | None,
+) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
         partial.mkdir(parents=True)
@@ -136,12 +150,11 @@ def _write(destination: Path, model: LanguageModel, config: ModelConfig, source:
         for name in CHAT:
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
-        tokenizer = tokenizer_path(source)
-        if tokenizer is not None and tokenizer.name == TOKENIZER:
+        if tokenizer is not None:
             shutil.copyfile(tokenizer, partial / TOKENIZER)
-        elif tokenizer is not None:
-            read = read_tokenizer(source)
-            assert read is not None
+        elif has_file(source / TOKENIZER):
+            shutil.copyfile(source / TOKENIZER, partial / TOKENIZER)
+        elif (read := read_tokenizer(source)) is not None:
             (partial / TOKENIZER).write_text(read.text, encoding="utf-8")
         partial.rename(destination)
     except OSError as error:
