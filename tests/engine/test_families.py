@@ -182,5 +182,6 @@ def test_8_bit_weights_are_served(folder: Path) -> None:
 
 
 def test_deterministic_is_refused_where_no_kernel_promises_it(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="deterministic is not possible for this model"):
-        load(folder, deterministic=True)
+    message = "deterministic is not possible .*: weights are torch.float16; allowed: float32"
+    with pytest.raises(ConfigError, match=message):
+        load(folder, deterministic=True, dtype="float16")

@@ -149,7 +149,7 @@ def select_backend(
         return CpuBackend(model, take=True)
     if device.type != "cuda":
         log.info("CPU backend: not used: %s", reason)
-        return _instead_of(cpu.BACKEND, reason, _eager(model, deterministic, None))
+        return _instead_of(cpu.BACKEND, reason, _eager(model, deterministic, None, reason))
     # Nothing is measured if a row's bits must not depend on what was faster.
     tuning = TuningCache.of(None if deterministic else tuning_folder, model, device)
     reason = hopper.supports(model, device)
@@ -168,7 +168,7 @@ def select_backend(
             "free (%d MB are): prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
-    return _instead_of(hopper.BACKEND, reason, _eager(model, deterministic, tuning))
+    return _instead_of(hopper.BACKEND, reason, _eager(model, deterministic, tuning, reason))
 
 
 def explain_backend(model: LanguageModel, device: torch.device) -> BackendInfo:
@@ -204,12 +204,18 @@ def _instead_of(name: str, reason: str, backend: PathBackend) -> PathBackend:
     return backend
 
 
-def _eager(model: LanguageModel, deterministic: bool, tuning: TuningCache | None) -> EagerBackend:
+def _eager(
+    model: LanguageModel, deterministic: bool, tuning: TuningCache | None, reason: str
+) -> EagerBackend:
+    """Return the backend of any model; `reason`: why there is no other one.
+
+    Raises ConfigError if it must be deterministic.
+    """
     if deterministic:
         raise ConfigError(
-            "deterministic is not possible for this model and device; allowed: float32, bfloat16 "
-            "or int8 weights on a CPU, or unquantised bfloat16 weights on a Hopper GPU with "
-            f"kernels built for it (90a), {fused_gemm.WIDTHS}",
+            f"deterministic is not possible for this model and device: {reason}; allowed: "
+            "float32, bfloat16 or int8 weights on a CPU, or unquantised bfloat16 weights on a "
+            f"Hopper GPU with kernels built for it (90a), {fused_gemm.WIDTHS}",
             param="deterministic",
         )
     return EagerBackend(model, tuning=tuning)
