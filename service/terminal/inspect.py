@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import asdict
@@ -94,11 +93,10 @@ def _on_hopper(model: LanguageModel) -> str:
 
 def _tokenizer(folder: Path, config: ModelConfig) -> dict[str, Any] | None:
     read = read_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder, config.vocab_size)
-    if read is None or tokenizer is None:
+    if read is None:
         return None
-    kind = json.loads(read.text)["model"]["type"]
-    return {"file": read.path.name, "type": kind, "tokens": tokenizer.vocab_size}
+    tokenizer = Tokenizer.of(read, config.vocab_size)
+    return {"file": read.path.name, "type": tokenizer.type, "tokens": tokenizer.vocab_size}
 
 
 def shown(report: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.tokenizer_files import read_tokenizer
+from engine.tokenizer_files import TokenizerText, read_tokenizer
 from engine.tokenizer_layout import hide_special_names, mid_sentence
 from service.text.cuts import places
 from service.text.detokenizer import (
@@ -60,6 +60,7 @@ class Tokenizer:
             else tokenizers.Tokenizer.from_str(json.dumps(on_going))
         )
         self.vocab_size = library.get_vocab_size()
+        self.type = type(library.model).__name__  # such as BPE
         added = library.get_added_tokens_decoder()
         self._special = {id for id, token in added.items() if token.special}
         self._special_names = {id: added[id].content for id in self._special}
@@ -88,8 +89,11 @@ class Tokenizer:
         `vocab_size`.
         """
         read = read_tokenizer(folder)
-        if read is None:
-            return None
+        return None if read is None else cls.of(read, vocab_size)
+
+    @classmethod
+    def of(cls, read: TokenizerText, vocab_size: int) -> Tokenizer:
+        """Return a tokenizer as read from a folder. Raises CheckpointError as `load` does."""
         path, text = read
         try:
             tokenizer = cls(tokenizers.Tokenizer.from_str(text))

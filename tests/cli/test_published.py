@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from minGRU_pytorch.minLM import minLM
 
+from engine import tokenizer_files
 from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
 from tests.models.published import VOCAB, WIDTH, min_lm, write_config, write_folder
 from tests.sentencepiece_models import bpe_pieces, encoded, write_model
+from tests.tokenizer_types import TYPES
 
 PIECES = bpe_pieces()
 PADDED = 512  # the head is larger than the tokenizer
@@ -74,8 +77,12 @@ def test_score_is_the_reference_s(theirs: minLM, tmp_path: Path, minserve: Minse
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
 
 
-def test_inspect_tells_what_is_there(theirs: minLM, tmp_path: Path, minserve: Minserve) -> None:
+def test_inspect_tells_what_is_there(
+    theirs: minLM, tmp_path: Path, minserve: Minserve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "model"
+    converted = Mock(wraps=tokenizer_files.tokenizer_json)
+    monkeypatch.setattr(tokenizer_files, "tokenizer_json", converted)
     done = minserve("inspect", folder, "--json", *ON[:2], *ON[4:], "--max-slots", "3")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -83,6 +90,7 @@ def test_inspect_tells_what_is_there(theirs: minLM, tmp_path: Path, minserve: Mi
     inner = int(WIDTH * 1.5)
     assert (told["family"], told["cell"], told["form"]) == ("minrnn", "mingru", "published")
     assert (told["parameters"], told["layers"], told["d_model"]) == (parameters, 2, WIDTH)
+    converted.assert_called_once()
     assert told["tokenizer"] == {"file": "tokenizer.model", "type": "BPE", "tokens": len(PIECES)}
     assert told["state"] == [{"name": "cell", "shape": [2, inner], "dtype": "F32"}]
     assert told["state_bytes"] == 2 * inner * 4
@@ -101,6 +109,19 @@ def test_inspect_tells_what_is_there(theirs: minLM, tmp_path: Path, minserve: Mi
     assert lines["weights served"].strip() == "float16, matrices int8"
     assert "not used: weights are torch.float16" in other.stdout
     assert f"{parameters:,}" in lines["parameters"]
+
+
+def test_inspect_of_a_tokenizer_json_without_a_type(
+    theirs: minLM, tmp_path: Path, minserve: Minserve
+) -> None:
+    folder = tmp_path / "model"
+    layout = json.loads(TYPES["unigram"]().to_str())
+    del layout["model"]["type"]
+    (folder / "tokenizer.json").write_text(json.dumps(layout))
+    done = minserve("inspect", folder, "--json", *ON[:2])
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["tokenizer"]
+    assert (told["file"], told["type"]) == ("tokenizer.json", "Unigram")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
