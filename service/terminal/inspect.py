@@ -13,7 +13,7 @@ import torch
 from engine.config import DtypeName, EngineConfig, ModelConfig
 from engine.device import describe, resolve_device, resolve_dtype
 from engine.errors import DeviceError
-from engine.models.backends import fused_gemm
+from engine.models.backends import fused_gemm, hopper
 from engine.models.backends.selector import copy_wanted, explain_backend
 from engine.models.language_model import LanguageModel
 from engine.models.loader import is_published, load_config, outline_model, resolve
@@ -137,7 +137,13 @@ def shown(report: dict[str, Any]) -> str:
 def _backend_lines(report: dict[str, Any]) -> dict[str, str]:
     if report["backend"] is None:
         return {"backend": f"unknown here; on a Hopper GPU: {report['on_hopper']}"}
-    lines = {"backend": report["backend"]["name"]}
+    name, copy = report["backend"]["name"], report["memory"]["copy_in_16_bits"]
+    if copy:
+        name += (
+            f", or {hopper.BACKEND} on a copy of the weights in 16 bits ({_megabytes(copy)} MB),"
+            " which is made if twice as much is free"
+        )
+    lines = {"backend": name}
     for path in report["backend"]["paths"]:
         lines[f"  {path['name']}"] = "used" if path["used"] else f"not used: {path['reason']}"
     return lines

@@ -12,6 +12,8 @@ import torch
 from minGRU_pytorch.minLM import minLM
 
 from engine import tokenizer_files
+from engine.config import EngineConfig
+from service.terminal import inspect
 from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
 from tests.models.published import VOCAB, WIDTH, min_lm, write_config, write_folder
@@ -109,6 +111,19 @@ def test_inspect_tells_what_is_there(
     assert lines["weights served"].strip() == "float16, matrices int8"
     assert "not used: weights are torch.float16" in other.stdout
     assert f"{parameters:,}" in lines["parameters"]
+
+
+def test_inspect_tells_of_the_copy_in_16_bits(
+    theirs: minLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "copy_wanted", lambda model, device: 12_300_000)  # as on Hopper
+    asked = EngineConfig(model=str(tmp_path / "model"), device="cpu", quantize="int8")
+    lines = inspect.shown(inspect.inspect_model(asked)).splitlines()
+    (told,) = (line for line in lines if line.startswith("backend "))
+    assert told.endswith(
+        ", or hopper on a copy of the weights in 16 bits (12.3 MB), which is made if twice as much"
+        " is free"
+    )
 
 
 def test_inspect_of_a_tokenizer_json_without_a_type(
