@@ -55,7 +55,8 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT = (
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-# What is fetched from the hub, until a folder has weights: safetensors alone where a repo has both.
+# What is fetched from the top level of a repo of the hub, until a folder has weights: safetensors
+# alone where a repo has both.
 _FETCHED = (
     (
         CONFIG, GENERATION_CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER, SENTENCEPIECE,
@@ -109,7 +110,9 @@ def _fetch(repo: str) -> Path:
         # Every error of the hub's client, and of the connection below it, is an OSError or a
         # ValueError (huggingface_hub.errors).
         for patterns in _FETCHED:
-            path = Path(snapshot_download(repo, allow_patterns=list(patterns)))
+            path = Path(
+                snapshot_download(repo, allow_patterns=list(patterns), ignore_patterns="*/*")
+            )
             if _has_weights(path):
                 break
     except (OSError, ValueError) as error:

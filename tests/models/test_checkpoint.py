@@ -385,7 +385,7 @@ class TestResolve:
     def test_a_hub_id_is_fetched(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
-        def download(repo: str, *, allow_patterns: list[str]) -> str:
+        def download(repo: str, *, allow_patterns: list[str], ignore_patterns: str) -> str:
             asked.append((repo, allow_patterns))
             return str(folder)
 

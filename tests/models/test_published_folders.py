@@ -397,14 +397,12 @@ class TestHub:
 
     @staticmethod
     def fetched(repo: dict[str, bytes], target: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-        from fnmatch import fnmatch
-
         target.mkdir()
 
-        def download(name: str, *, allow_patterns: list[str]) -> str:
-            for file, content in repo.items():
-                if any(fnmatch(file, pattern) for pattern in allow_patterns):
-                    (target / file).write_bytes(content)
+        def download(name: str, **patterns: Any) -> str:
+            for file in huggingface_hub.utils.filter_repo_objects(repo, **patterns):
+                (target / file).parent.mkdir(exist_ok=True)
+                (target / file).write_bytes(repo[file])
             return str(target)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -431,6 +429,9 @@ class TestHub:
         FORMATS[kind](source, published_weights(min_lm()))
         (source / "modeling.py").write_bytes(b"x")
         repo = {path.name: path.read_bytes() for path in source.iterdir()}
+        # a training script's, and other forms of the weights
+        for name in ("step-9/optimizer.pt", "step-9/model.safetensors", "onnx/config.json"):
+            repo[name] = b"x"
         names = self.fetched(repo, tmp_path / "hub", monkeypatch)
-        assert names == set(repo) - {"modeling.py"}
+        assert names == {name for name in repo if "/" not in name} - {"modeling.py"}
         load_model(tmp_path / "hub", "cpu")
