@@ -1,4 +1,4 @@
-"""Commands on a folder as it is published: the hub's MinGRULM with a SentencePiece tokenizer."""
+"""Commands on folders as they are published, with a SentencePiece tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from engine.config import EngineConfig
 from service.terminal import inspect
 from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
-from tests.models.published import VOCAB, WIDTH, min_lm, write_config, write_folder
+from tests.models import hgrn
+from tests.models.published import (
+    VOCAB,
+    WIDTH,
+    min_lm,
+    write_config,
+    write_folder,
+    write_single,
+)
 from tests.sentencepiece_models import bpe_pieces, encoded, write_model
 from tests.tokenizer_types import TYPES
 
@@ -75,6 +83,26 @@ def test_score_is_the_reference_s(theirs: minLM, tmp_path: Path, minserve: Minse
         logits = theirs(tokens[None, :-1])[0]
     loss = float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
     done = minserve("score", file, "--model", tmp_path / "model", "--json", *ON)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_score_of_an_hgrn_folder_is_that_of_the_equations(
+    tmp_path: Path, minserve: Minserve
+) -> None:
+    values = {**hgrn.VALUES, "vocab_size": len(PIECES), "use_short_conv": True}
+    weights = hgrn.published_weights(values)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    write_single(folder, weights)
+    write_model(folder, PIECES)
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 9)
+    tokens = torch.tensor([1, *encoded(file.read_text(), PIECES)])
+    logits = hgrn.logits(values, weights, tokens[:-1])
+    loss = float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
+    done = minserve("score", file, "--model", folder, "--json", *ON)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
 
