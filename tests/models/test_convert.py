@@ -13,6 +13,7 @@ import torch
 from minGRU_pytorch.minLM import minLM
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models.convert import convert
@@ -220,7 +221,12 @@ def test_several_tokens_may_end_a_text(tmp_path: Path) -> None:
 )
 def test_the_dtype_is_the_source_s(dtype: torch.dtype, stored: str, tmp_path: Path) -> None:
     torch.save({name: tensor.to(dtype) for name, tensor in weights().items()}, tmp_path / "w.pt")
-    assert convert(tmp_path / "w.pt", tmp_path / "out").dtype == stored
+    config = convert(tmp_path / "w.pt", tmp_path / "out")
+    assert config.dtype == stored
+    norm = torch.nn.RMSNorm(8).to(held := getattr(torch, stored))
+    x = torch.full((8,), 3e-4, dtype=held)
+    expected = functional.rms_norm(x.float(), (8,), eps=config.norm_eps).to(held)
+    assert torch.equal(norm(x), expected)
 
 
 def test_tensors_that_share_memory(tmp_path: Path) -> None:

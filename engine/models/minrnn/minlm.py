@@ -36,8 +36,9 @@ SUPPORTED = (
     "supported are the state dicts of minGRU-pytorch's minLM and of BorealisAI/minRNNs' Model over"
     " tokens with RMSNorm"
 )
-_HEADS = ("to_logits.weight", "to_out.weight")
+HEADS = ("to_logits.weight", "to_out.weight")
 _PROJECTIONS = ("to_hidden_and_gate", "to_hidden_and_f_i_gate")
+_INDEX = r"\d{1,9}"  # longer numbers are no index of a layer, and slow or impossible to read
 _DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float64: "float32",
     torch.float32: "float32",
@@ -56,12 +57,12 @@ def layout(weights: Mapping[str, Tensor]) -> tuple[MinRnnConfig, WeightMap]:
     """
     source = _Source(weights)
     _refuse_other_models(weights)
-    head = next((name for name in _HEADS if name in weights), _HEADS[0])
+    head = next((name for name in HEADS if name in weights), HEADS[0])
     embedding = source.take("token_emb.weight", None, None)
     vocab, width = embedding.shape
     layers = [_layer(source, f"layers.{index}", width) for index in range(source.layers())]
     dtype = weights[embedding.stored].dtype
-    norm_eps = _norm_eps(source, "norm", dtype)
+    norm_eps = _norm_eps(source, "norm")
     norm = _norm(source, "norm", width)
     head_weight = source.take(head, vocab, width)
     source.finish()
@@ -126,7 +127,7 @@ class _Source:
 
     def layers(self) -> int:
         """Return the number of layers, from the tensors' names."""
-        found = (re.match(r"layers\.(\d+)\.", name) for name in self._left)
+        found = (re.match(rf"layers\.({_INDEX})\.", name) for name in self._left)
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def modules(self, prefix: str) -> list[str]:
@@ -139,7 +140,7 @@ class _Source:
             for name in self._left
             if name.startswith(f"{prefix}.") and name.endswith(".weight")
         ]
-        return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+        return sorted(names, key=lambda name: [int(part) for part in re.findall(_INDEX, name)])
 
     def finish(self) -> None:
         """Raise CheckpointError if tensors are left."""
@@ -253,13 +254,14 @@ def _plus_one(gamma: Tensor) -> Tensor:
     return gamma.float() + 1
 
 
-def _norm_eps(source: _Source, prefix: str, dtype: torch.dtype) -> float:
+def _norm_eps(source: _Source, prefix: str) -> float:
     """Return the default epsilon of the norm's form.
 
     The gamma form divides by the norm, at least 1e-12. torch.nn.RMSNorm's default is the epsilon of
-    its input's dtype.
+    float32 whatever the weights are: it computes 16-bit inputs in float32 too. Weights of float64
+    are held as float32.
     """
-    return 1e-12 if f"{prefix}.gamma" in source else float(torch.finfo(dtype).eps)
+    return 1e-12 if f"{prefix}.gamma" in source else float(torch.finfo(torch.float32).eps)
 
 
 def _refuse_unlike_layers(layers: list[dict[str, _Taken]]) -> None:
