@@ -33,6 +33,7 @@ MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 # `model_type` of a config.json in minserve's form
 OWN_MODEL_TYPE = "minserve"
 
+MOST_WIDTH = 2**17  # the largest d_model
 MOST_EOS_IDS = 128  # the most end-of-text tokens of one model
 
 
@@ -42,13 +43,14 @@ def check(condition: bool, field: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{field} is {value!r}; allowed: {allowed}", param=field)
 
 
-def _is_int(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Return whether `value` is an int, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
     """Return whether `value` is a finite number, and not a bool."""
-    return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)  # type: ignore[arg-type]
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
@@ -59,7 +61,7 @@ def check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
     for name, least, most, optional in table:
         value = getattr(config, name)
         check(
-            (optional and value is None) or (_is_int(value) and least <= value <= most),
+            (optional and value is None) or (is_integer(value) and least <= value <= most),
             name,
             value,
             f"an integer from {least} to {most}",
@@ -93,7 +95,7 @@ class ModelConfig(ABC):
         check_integers(
             self,
             ("vocab_size", 1, 2**24, False),
-            ("d_model", 1, 2**17, False),
+            ("d_model", 1, MOST_WIDTH, False),
             ("n_layers", 1, 4096, False),
         )
         check(
@@ -132,7 +134,7 @@ class ModelConfig(ABC):
 
     def _has(self, token: object) -> bool:
         """Return whether `token` is a valid token id."""
-        return _is_int(token) and 0 <= token < self.vocab_size  # type: ignore[operator]
+        return is_integer(token) and 0 <= token < self.vocab_size  # type: ignore[operator]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -239,13 +241,13 @@ class EngineConfig:
             '"auto", "cpu", "cuda" or "cuda:N"',
         )
         check(
-            _is_int(self.engines) and 1 <= self.engines <= MOST_ENGINES,
+            is_integer(self.engines) and 1 <= self.engines <= MOST_ENGINES,
             "engines",
             self.engines,
             f"an integer from 1 to {MOST_ENGINES}",
         )
         check(
-            _is_int(self.rank) and 0 <= self.rank < self.engines,
+            is_integer(self.rank) and 0 <= self.rank < self.engines,
             "rank",
             self.rank,
             f"an integer from 0 to {self.engines - 1}",

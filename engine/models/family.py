@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.errors import ConfigError
 from engine.models.language_model import LanguageModel
 
 
@@ -55,6 +56,16 @@ class WeightMap:
         return tensor.reshape(*shape).contiguous()
 
 
+def with_published_names(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    """Return an error of a config's field that names the field as the published file does.
+
+    `names`: for fields of the config, the published ones.
+    """
+    ours = error.param or ""
+    theirs = names.get(ours, ours)
+    return ConfigError(error.message.replace(ours, theirs, 1), param=theirs or None)
+
+
 class Family(ABC):
     """A family of models, one folder beside this file."""
 
@@ -82,11 +93,15 @@ class Family(ABC):
         raise NotImplementedError
 
     def config_with_shapes(
-        self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
+        self,
+        config: ModelConfig,
+        values: Mapping[str, Any],
+        stored: Mapping[str, tuple[int, ...]],
     ) -> ModelConfig:
-        """Return a published config, completed by what only the stored tensors' shapes tell.
+        """Return the config of `values`, completed by what only the stored tensors' shapes tell.
 
-        Raises CheckpointError if the two contradict each other.
+        `values` is the published config.json, for messages in its words. Raises CheckpointError if
+        they contradict each other.
         """
         return config
 

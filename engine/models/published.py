@@ -48,7 +48,7 @@ def read_config(folder: Path, values: Mapping[str, Any]) -> ModelConfig:
     with open_weights(folder, known_readable=True) as stored:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         try:
-            config = family.config_with_shapes(config, shapes)
+            config = family.config_with_shapes(config, values, shapes)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error.message}") from error
         dtype = _dtype(values) or _most_stored(stored)

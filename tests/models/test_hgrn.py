@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -329,12 +330,31 @@ def test_the_published_sizes() -> None:
         ("hidden_ratio", -1),
         ("intermediate_size", "40"),
         ("hidden_size", "24"),
+        ("hidden_size", True),
+        ("hidden_size", 10**400),
+        ("hidden_ratio", 10**400),
+        ("expand_ratio", 10**400),
+        ("expand_ratio", 1e-9),
+        ("norm_eps", 10**400),
+        ("tie_word_embeddings", 1),
+        ("conv_size", 1),
         ("num_hidden_layers", 0),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(name: str, value: object) -> None:
     values = {**hgrn.VALUES, "use_short_conv": True, "intermediate_size": None, name: value}
-    with pytest.raises(ConfigError, match=f"^{name} is ") as error:
+    with pytest.raises(ConfigError, match=f"^{name} is {re.escape(repr(value))}; ") as error:
+        registry.config_from_dict(values)
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("expand_ratio", 16), ("hidden_ratio", 512), ("rms_norm_eps", 2)]
+)
+def test_a_refusal_says_what_was_given(name: str, value: object) -> None:
+    values = {**hgrn.VALUES, "hidden_size": 2**17, "intermediate_size": None, name: value}
+    del values["norm_eps"]
+    with pytest.raises(ConfigError, match=f"^{name} is {value}; allowed: ") as error:
         registry.config_from_dict(values)
     assert error.value.param == name
 

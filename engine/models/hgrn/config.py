@@ -8,6 +8,9 @@ from typing import ClassVar, Literal
 from engine.config import ModelConfig, check, check_integers
 from engine.state_spec import StateSpec
 
+MOST_INNER = 2**20
+MOST_MLP_HIDDEN = 2**24
+
 
 @dataclass(frozen=True, kw_only=True)
 class HgrnConfig(ModelConfig):
@@ -30,8 +33,8 @@ class HgrnConfig(ModelConfig):
         super().__post_init__()
         check_integers(
             self,
-            ("inner", 1, 2**20, False),
-            ("mlp_hidden", 1, 2**24, False),
+            ("inner", 1, MOST_INNER, False),
+            ("mlp_hidden", 1, MOST_MLP_HIDDEN, False),
             ("conv_kernel", 0, 256, False),
         )
         check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")

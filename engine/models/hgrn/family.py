@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from engine.config import ModelConfig, check, is_number
+from engine.config import MOST_WIDTH, ModelConfig, check, is_integer, is_number
 from engine.errors import ConfigError
-from engine.models.family import Family, StoredTensor, WeightMap
-from engine.models.hgrn.config import HgrnConfig
+from engine.models.family import Family, StoredTensor, WeightMap, with_published_names
+from engine.models.hgrn.config import MOST_INNER, MOST_MLP_HIDDEN, HgrnConfig
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
 
@@ -24,7 +24,6 @@ _SERVED: dict[str, tuple[object, ...]] = {
 _PUBLISHED_NAMES = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",
-    "inner": "expand_ratio",
     "mlp_hidden": "intermediate_size",
     "conv_kernel": "conv_size",
     "lower_bounds": "use_lower_bound",
@@ -58,25 +57,27 @@ class HgrnFamily(Family):
                 param="share_conv_kernel",
             )
         width = values.get("hidden_size", 2048)
-        check(isinstance(width, int) and width > 0, "hidden_size", width, "an integer above 0")
+        check(
+            is_integer(width) and 1 <= width <= MOST_WIDTH,
+            "hidden_size",
+            width,
+            f"an integer from 1 to {MOST_WIDTH}",
+        )
+        eps = "rms_norm_eps" if "norm_eps" not in values else "norm_eps"
         try:
             return HgrnConfig(
                 vocab_size=values.get("vocab_size", 32000),
                 d_model=width,
                 n_layers=values.get("num_hidden_layers", 24),
-                inner=int(width * _number(values, "expand_ratio", 1)),
+                inner=_inner(values, width),
                 mlp_hidden=_mlp_hidden(values, width),
                 conv_kernel=values.get("conv_size", 4) if convolved else 0,
                 lower_bounds=values.get("use_lower_bound", True),
-                norm_eps=values.get("norm_eps", values.get("rms_norm_eps", 1e-6)),
+                norm_eps=values.get(eps, 1e-6),
                 tie_embeddings=values.get("tie_word_embeddings", False),
             )
         except ConfigError as error:
-            theirs = _PUBLISHED_NAMES.get(error.param or "")
-            if theirs is None:
-                raise
-            message = error.message.replace(str(error.param), theirs, 1)
-            raise ConfigError(message, param=theirs) from error
+            raise with_published_names(error, {**_PUBLISHED_NAMES, "norm_eps": eps}) from error
 
     def published_weights(
         self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
@@ -133,6 +134,18 @@ def _number(values: Mapping[str, Any], name: str, default: float) -> float:
     return cast("float", value)
 
 
+def _inner(values: Mapping[str, Any], width: int) -> int:
+    ratio = _number(values, "expand_ratio", 1)
+    inner = int(width * ratio)
+    check(
+        1 <= inner <= MOST_INNER,
+        "expand_ratio",
+        ratio,
+        f"hidden_size * expand_ratio from 1 to {MOST_INNER}",
+    )
+    return inner
+
+
 def _mlp_hidden(values: Mapping[str, Any], width: int) -> int:
     """Return the MLP's width: as given, or 2/3 of the ratio's, rounded up to 256 channels."""
     given = values.get("intermediate_size")
@@ -141,4 +154,11 @@ def _mlp_hidden(values: Mapping[str, Any], width: int) -> int:
     ratio = 4.0
     if values.get("hidden_ratio") is not None:
         ratio = _number(values, "hidden_ratio", ratio)
-    return -(-int(width * ratio * 2 / 3) // 256) * 256
+    hidden = -(-int(width * ratio * 2 / 3) // 256) * 256
+    check(
+        1 <= hidden <= MOST_MLP_HIDDEN,
+        "hidden_ratio",
+        ratio,
+        f"hidden_size * hidden_ratio * 2 / 3 from 1 to {MOST_MLP_HIDDEN}",
+    )
+    return hidden
