@@ -102,7 +102,7 @@ def _indexed(index: Path) -> list[Path]:
         raise unreadable(index, error) from error
     for name in names:
         # A name with a folder in it could refer to any file of this machine.
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or not name.isprintable():
             raise CheckpointError(f"{index}: {name!r} is not the name of a file beside it")
         if not has_file(index.parent / name):
             raise CheckpointError(f"{index.parent}: {name} is missing")

@@ -201,16 +201,24 @@ def test_convert_rounds_the_stored_values_once(options: dict[str, Any], tmp_path
     assert all(torch.equal(expected[name], tensor) for name, tensor in own.items())
 
 
-@pytest.mark.parametrize("stored_head", [True, False])
-def test_a_tied_head(stored_head: bool, tmp_path: Path) -> None:
+def test_a_tied_head(tmp_path: Path) -> None:
     weights = published_weights(min_lm())
-    if not stored_head:
-        del weights["model.to_logits.weight"]
+    del weights["model.to_logits.weight"]
     write_config(tmp_path, tie_word_embeddings=True)
     write_single(tmp_path, weights)
     model, config = load_model(tmp_path, "cpu")
     assert config.tie_embeddings and model.head is None
     assert torch.equal(model.state_dict()["embedding.weight"], weights["model.token_emb.weight"])
+
+
+def test_a_stored_head_is_not_tied(tmp_path: Path) -> None:
+    """Its class ties lm_head, and returns the logits of the wrapped model."""
+    weights = published_weights(min_lm())
+    write_config(tmp_path, tie_word_embeddings=True)
+    write_single(tmp_path, {**weights, "lm_head.weight": weights["model.token_emb.weight"].clone()})
+    model, config = load_model(tmp_path, "cpu")
+    assert not config.tie_embeddings
+    assert torch.equal(model.state_dict()["head.weight"], weights["model.to_logits.weight"])
 
 
 def _edited(edit: Callable[[Weights], object]) -> Callable[[Path], None]:
@@ -274,8 +282,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         _edited(lambda w: w.update({"model.norm.weight": torch.ones(WIDTH).int()})),
         r"'model\.norm\.weight' is stored as I32",
     ),
-    "sizes": (_configured(dim=25), "config.json says d_model 25, the weights 24"),
-    "depth": (_configured(n_layer=3), "config.json says n_layers 3, the weights 2"),
+    "sizes": (_configured(dim=25), "config.json says dim 25, the weights 24"),
+    "depth": (_configured(n_layer=3), "config.json says n_layer 3, the weights 2"),
+    "huge": (_configured(dim=10**400), r"config\.json: dim is 1000.*allowed: an integer from 1"),
+    "no-number": (_configured(depth="2"), r"config\.json: depth is '2'; allowed: an integer"),
+    "tied": (_configured(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; allowed: true"),
+    "index": (
+        _edited(lambda w: w.update({f"model.layers.{'9' * 5000}.x": torch.ones(1)})),
+        "is not part of a known layout",
+    ),
+    "index-of-a-part": (
+        _edited(lambda w: w.update({f"model.layers.0.4.{'9' * 5000}.weight": torch.ones(1)})),
+        "instead of two",
+    ),
     "no-width": (_configured(dim=...), "d_model .*is missing"),
     "dtype": (_configured(torch_dtype="int4"), "torch_dtype is 'int4'; allowed: float64"),
     "eos": (_configured(eos_token_id=37), "eos_token_id is 37; allowed"),
@@ -310,6 +329,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
             json.dumps({"weight_map": {"x": "gone.safetensors"}})
         ),
         "gone.safetensors is missing",
+    ),
+    "shard-with-a-null": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": "a\0b"}})
+        ),
+        r"'a\\x00b' is not the name of a file beside it",
+    ),
+    "shard-of-no-text": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"x": "\ud800"}})
+        ),
+        r"'\\ud800' is not the name of a file beside it",
     ),
     "shard-elsewhere": (
         _only(

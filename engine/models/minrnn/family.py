@@ -16,13 +16,13 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.models.family import Family, StoredTensor, WeightMap
+from engine.models.family import Family, StoredTensor, WeightMap, with_published_names
 from engine.models.language_model import LanguageModel
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
-from engine.models.minrnn.minlm import layout
+from engine.models.minrnn.minlm import HEADS, layout
 
-_EMBEDDING, _HEAD = "token_emb.weight", "to_logits.weight"
+_EMBEDDING = "token_emb.weight"
 _TIED_HEAD = "lm_head.weight"
 # Names of a size in the config.json files that exist, the first one counts.
 _SIZES = {
@@ -49,29 +49,34 @@ class MinRnnFamily(Family):
 
     def published_config(self, values: Mapping[str, Any]) -> ModelConfig:
         """Read the config.json of a MinGRULMForCausalLM; its layers show in the weights alone."""
-        sizes = {}
-        for field, names in _SIZES.items():
-            name = next((name for name in names if name in values), None)
-            if name is None:
-                raise ConfigError(
-                    f"{names[0]} (or {' or '.join(names[1:])}) is missing", param=names[0]
-                )
-            sizes[field] = values[name]
-        tied = values.get("tie_word_embeddings") is True
-        return MinRnnConfig(cell="mingru", tie_embeddings=tied, **sizes)
+        names = _names_of_sizes(values)
+        sizes = {field: values[name] for field, name in names.items()}
+        tied = values.get("tie_word_embeddings", False)
+        try:
+            return MinRnnConfig(cell="mingru", tie_embeddings=tied, **sizes)
+        except ConfigError as error:
+            names["tie_embeddings"] = "tie_word_embeddings"
+            raise with_published_names(error, names) from error
 
     def config_with_shapes(
-        self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
+        self,
+        config: ModelConfig,
+        values: Mapping[str, Any],
+        stored: Mapping[str, tuple[int, ...]],
     ) -> ModelConfig:
-        """Return the config that the weights show; it must have the sizes of `config`."""
-        shown, _, _ = _layout(config, stored)
-        for field in _SIZES:
+        """Return the config that the weights show; it must have the sizes of `config`.
+
+        A stored head is used even if config.json ties it: its class ties lm_head alone.
+        """
+        shown, _, prefix = _layout(config, stored)
+        for field, name in _names_of_sizes(values).items():
             if getattr(shown, field) != getattr(config, field):
                 raise CheckpointError(
-                    f"config.json says {field} {getattr(config, field)}, the weights"
+                    f"config.json says {name} {getattr(config, field)}, the weights"
                     f" {getattr(shown, field)}"
                 )
-        return replace(shown, tie_embeddings=config.tie_embeddings)
+        has_head = any(prefix + head in stored for head in HEADS)
+        return replace(shown, tie_embeddings=config.tie_embeddings and not has_head)
 
     def published_weights(
         self, config: ModelConfig, stored: Mapping[str, tuple[int, ...]]
@@ -82,11 +87,22 @@ class MinRnnFamily(Family):
             name: tuple(StoredTensor(prefix + part.name, part.shape) for part in parts)
             for name, parts in weights.tensors.items()
         }
-        ignored = {_TIED_HEAD}
         if config.tie_embeddings:
             del tensors["head.weight"]
-            ignored.add(prefix + _HEAD)
-        return WeightMap(tensors, frozenset(ignored), weights.changes)
+        return WeightMap(tensors, frozenset({_TIED_HEAD}), weights.changes)
+
+
+def _names_of_sizes(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that a config.json has for the fields in _SIZES. Raises ConfigError."""
+    found = {}
+    for field, names in _SIZES.items():
+        name = next((name for name in names if name in values), None)
+        if name is None:
+            raise ConfigError(
+                f"{names[0]} (or {' or '.join(names[1:])}) is missing", param=names[0]
+            )
+        found[field] = name
+    return found
 
 
 def _layout(
@@ -100,6 +116,6 @@ def _layout(
         for name, shape in stored.items()
         if name != _TIED_HEAD
     }
-    if config.tie_embeddings:
-        weights.setdefault(_HEAD, weights.get(_EMBEDDING, torch.empty(0, device="meta")))
+    if config.tie_embeddings and not any(head in weights for head in HEADS):
+        weights[HEADS[0]] = weights.get(_EMBEDDING, torch.empty(0, device="meta"))
     return *layout(weights), prefix
