@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from engine.config import is_integer
 from engine.errors import CheckpointError
 from engine.model_files import has_file, unreadable
 
 ADDED_TOKENS = "added_tokens.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 EXTRA = "reading a tokenizer.model needs protobuf: pip install 'minserve[sentencepiece]'"
 
 SPACE = "\u2581"  # in pieces, a space is this character
@@ -35,6 +38,11 @@ _ROLES = (
 # Tokenizer classes of transformers that put bos_token before each text unless add_bos_token is
 # false. So does a folder that names no class.
 _WITH_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+
+# Characters of a piece of a BPE model, of which every way to cut it is looked up. SentencePiece's
+# own limit is 16 by default.
+MOST_PIECE = 512
+MOST_ID = 2**24  # ids are below it, as a model's vocabulary is
 
 # Fields of sentencepiece_model.proto (proto2): message -> name -> number, type, default. A type
 # that is a message's name is that message, repeated for `pieces`.
@@ -73,11 +81,18 @@ def tokenizer_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise unreadable(path, error) from error
     except _Unsupported as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{error.file or path}: {error}") from error
 
 
 class _Unsupported(ValueError):
-    """What the file asks for has no counterpart in a tokenizer.json."""
+    """What a file asks for has no counterpart in a tokenizer.json.
+
+    `file`: a file beside the tokenizer.model; None: that one.
+    """
+
+    def __init__(self, message: str, file: Path | None = None) -> None:
+        super().__init__(message)
+        self.file = file
 
 
 def _parsed(path: Path) -> Any:
@@ -107,6 +122,9 @@ def _parsed(path: Path) -> Any:
         raise _Unsupported(f"damaged, or not a SentencePiece model ({error})") from error
     if not read.pieces:
         raise _Unsupported("not a SentencePiece model: it has no pieces")
+    for id, piece in enumerate(read.pieces):
+        if not isinstance(piece.piece, str):  # protobuf returns such bytes as they are
+            raise _Unsupported(f"damaged: piece {id} is not UTF-8")
     return read
 
 
@@ -122,7 +140,7 @@ def _converted(read: Any, folder: Path) -> dict[str, Any]:
     ids = {piece.piece: id for id, piece in enumerate(read.pieces)}
     if len(ids) != len(read.pieces):
         raise _Unsupported("two pieces are the same")
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = _read_json(folder / TOKENIZER_CONFIG)
     added = _added_tokens(read.pieces, ids, settings, folder)
     # A text after a special token begins with a space, too, unless `legacy` is false.
     every = settings.get("legacy") is not False
@@ -145,6 +163,11 @@ def _bpe(read: Any, ids: Mapping[str, int]) -> dict[str, Any]:
     unknown = [piece.piece for piece in read.pieces if piece.type == UNKNOWN]
     # Text never becomes one of these pieces by merging.
     skipped = {piece.piece for piece in read.pieces if piece.type in (UNKNOWN, CONTROL, UNUSED)}
+    for id, piece in enumerate(read.pieces):
+        if len(piece.piece) > MOST_PIECE:
+            raise _Unsupported(
+                f"piece {id} has {len(piece.piece)} characters; allowed: at most {MOST_PIECE}"
+            )
     # SentencePiece merges the pair whose piece has the highest score; a tokenizer.json lists the
     # pairs in this order.
     merges = [
@@ -215,14 +238,14 @@ def _added_tokens(
     """Return the tokens at which a text is split, in the order of their ids."""
     found: dict[str, dict[str, Any]] = {}
 
-    def add(name: object, id: int | None = None, **flags: bool) -> None:
+    def add(name: object, id: int | None = None, file: Path | None = None, **flags: bool) -> None:
         if not isinstance(name, str) or not name:
-            raise _Unsupported(f"the name of a special token is {name!r}; allowed: a text")
+            raise _Unsupported(f"the name of a special token is {name!r}; allowed: a text", file)
         known = ids.get(name, found[name]["id"] if name in found else None)
         if id is None:
             id = next(free) if known is None else known
         elif id != (id if known is None else known) or (id < len(pieces) and name not in ids):
-            raise _Unsupported(f"the files beside it give token {name!r} the id {id}")
+            raise _Unsupported(f"gives token {name!r} the id {id}", file)
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         found[name] = {"id": id, "content": name, **plain, **found.get(name, {}), **flags}
 
@@ -231,23 +254,38 @@ def _added_tokens(
             add(piece.piece, special=True)
         elif piece.type == USER_DEFINED:
             add(piece.piece)
-    others = _read_json(folder / ADDED_TOKENS)
-    declared = settings.get("added_tokens_decoder", {})
-    if not isinstance(declared, dict) or not all(map(str.isdecimal, declared)):
-        raise _Unsupported("tokenizer_config.json: added_tokens_decoder is no object of token ids")
-    # Tokens without an id get the next ones that are free.
-    free = count(1 + max([len(pieces) - 1, *map(int, declared), *map(int, others.values())]))
+    others = _read_json(others_file := folder / ADDED_TOKENS)
     for name, id in others.items():
-        add(name, int(id))
+        if not is_integer(id) or not 0 <= id < MOST_ID:
+            raise _Unsupported(
+                f"the id of token {name!r} is {id!r}; allowed: an integer from 0 on", others_file
+            )
+    settings_file = folder / TOKENIZER_CONFIG
+    declared = settings.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(
+        re.fullmatch("[0-9]{1,8}", id) and isinstance(token, dict) for id, token in declared.items()
+    ):
+        raise _Unsupported(
+            "added_tokens_decoder is no object of token ids, each with an object", settings_file
+        )
+    # Tokens without an id get the next ones that are free.
+    free = count(1 + max([len(pieces) - 1, *map(int, declared), *others.values()]))
+    for name, id in others.items():
+        add(name, id, others_file)
     for id, token in declared.items():
         flags = {flag: token[flag] for flag in token if flag != "content"}
         kept = {flag: value for flag, value in flags.items() if isinstance(value, bool)}
-        add(token.get("content"), int(id), **kept)
-    for names in (_read_json(folder / "special_tokens_map.json"), settings):
+        add(token.get("content"), int(id), settings_file, **kept)
+    names_file = folder / "special_tokens_map.json"
+    for file, names in ((names_file, _read_json(names_file)), (settings_file, settings)):
         more = names.get("additional_special_tokens") or []
+        if not isinstance(more, list):
+            raise _Unsupported(
+                f"additional_special_tokens is {more!r}; allowed: a list of names", file
+            )
         for token in [*(names.get(role) for role in _ROLES), *more]:
             if token is not None:
-                add(_content(token), special=True)
+                add(_content(token), file=file, special=True)
     listed = sorted(found.values(), key=lambda token: token["id"])
     beyond = [token["id"] for token in listed if token["id"] >= len(pieces)]
     if beyond != list(range(len(pieces), len(pieces) + len(beyond))):
@@ -302,6 +340,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from engine.tokenizer_files import read_tokenizer
 from service.text.tokenizer import Tokenizer
 from tests.sentencepiece_models import (
     BPE,
+    NORMAL,
     UNIGRAM,
     UNKNOWN,
     bpe_pieces,
@@ -146,6 +149,77 @@ def test_a_tokenizer_json_that_is_no_text(tmp_path: Path) -> None:
         load_tokens(tmp_path, 1000)
 
 
+ODD: dict[str, tuple[str, object, str]] = {
+    "id-text": ("added_tokens.json", {"<x>": "y"}, "the id of token '<x>' is 'y'"),
+    "id-list": ("added_tokens.json", {"<x>": [1]}, r"the id of token '<x>' is \[1\]"),
+    "id-infinite": ("added_tokens.json", {"<x>": math.inf}, "the id of token '<x>' is inf"),
+    "id-huge": ("added_tokens.json", {"<x>": 10**400}, "the id of token '<x>' is 1000"),
+    "declared-text": (
+        "tokenizer_config.json", {"added_tokens_decoder": {"0": "<unk>"}}, "each with an object",
+    ),
+    "declared-digits": (
+        "tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {}}}, "no object of token",
+    ),
+    "declared-list": (
+        "tokenizer_config.json", {"added_tokens_decoder": [1]}, "no object of token ids",
+    ),
+    "declared-no-name": (
+        "tokenizer_config.json", {"added_tokens_decoder": {"0": {}}}, "special token is None",
+    ),
+    "more-text": (
+        "tokenizer_config.json", {"additional_special_tokens": "<x>"}, "is '<x>'; allowed: a list",
+    ),
+    "more-object": (
+        "special_tokens_map.json", {"additional_special_tokens": {"a": 1}}, "allowed: a list",
+    ),
+    "more-number": (
+        "special_tokens_map.json", {"additional_special_tokens": [1]}, "special token is 1;",
+    ),
+    "role-list": ("special_tokens_map.json", {"bos_token": ["a"]}, r"special token is \['a'\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), ODD.values(), ids=ODD)
+def test_odd_files_beside_it_are_refused_by_name(
+    name: str, content: object, message: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path, bpe_pieces())
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message) as error:
+        Tokenizer.load(tmp_path, 1000)
+    assert error.value.message.startswith(f"{tmp_path / name}: ")
+    assert "\n" not in error.value.message
+
+
+def test_a_file_beside_it_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, bpe_pieces())
+    (tmp_path / "added_tokens.json").write_text("{}")
+    read_text = Path.read_text
+
+    def failing(path: Path, **options: Any) -> str:
+        if path.name == "added_tokens.json":
+            raise OSError(5, "Input/output error")
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    with pytest.raises(CheckpointError, match=r"/added_tokens\.json: cannot be read: Input/output"):
+        Tokenizer.load(tmp_path, 1000)
+
+
+def test_pieces_that_no_model_has(tmp_path: Path) -> None:
+    pieces = bpe_pieces()
+    write_model(tmp_path, [*pieces, ("a" * 10**6, 0.0, NORMAL)])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: piece \d+ has 1000000 char"):
+        Tokenizer.load(tmp_path, 1000)
+    path = tmp_path / "tokenizer.model"
+    write_model(tmp_path, [*pieces, ("zqzq", 0.0, NORMAL)])
+    path.write_bytes(path.read_bytes().replace(b"zqzq", b"zq\xff\xff"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: damaged.*UTF-8"):
+        Tokenizer.load(tmp_path, 1000)
+
+
 def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     pieces = bpe_pieces()
     path = tmp_path / "tokenizer.model"
@@ -167,8 +241,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, pieces)
     for added, message in (
         ({"<x>": len(pieces) + 1}, "without gaps"),
-        ({"<x>": 0}, "give token '<x>' the id 0"),
-        ({"<s>": 7}, "give token '<s>' the id 7"),
+        ({"<x>": 0}, "gives token '<x>' the id 0"),
+        ({"<s>": 7}, "gives token '<s>' the id 7"),
     ):
         (tmp_path / "added_tokens.json").write_text(json.dumps(added))
         with pytest.raises(CheckpointError, match=message):
