@@ -44,7 +44,27 @@ def read_state_dict(path: Path, *, mapped: bool = False) -> dict[str, Tensor]:
             f"contains no state dict, neither at its top level nor under"
             f" {' or '.join(_NESTED_UNDER)}, but {held}"
         )
+    for name, tensor in content.items():
+        if (kind := _unlike_stored(tensor)) is not None:
+            raise CheckpointError(f"tensor {name!r} {kind}; allowed: dense tensors, stored whole")
     return _unwrapped(content)
+
+
+def _unlike_stored(tensor: Tensor) -> str | None:
+    """Return why a tensor's values are not all in the file, one by one; None: they are.
+
+    A few bytes of a file can name a tensor of any size, which would be allocated when it is copied.
+    """
+    if tensor.is_nested:
+        return "is nested"
+    if tensor.layout != torch.strided:
+        return f"is {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.device.type != "cpu":
+        return f"has no values (device {tensor.device})"
+    stored, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize
+    if stored < needed:
+        return f"of shape {list(tensor.shape)} repeats {stored} bytes"
+    return None
 
 
 def _is_state_dict(content: dict[object, object]) -> bool:

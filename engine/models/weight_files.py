@@ -11,7 +11,8 @@ A folder has one of these, looked for in this order:
 | the only `.pth` or `.pt` file | torch.save |
 
 Files of torch.save are read with weights_only and nothing is allow-listed, so nothing but tensors
-and plain values is unpickled. Both formats are mapped into memory, not read.
+and plain values is unpickled. Both formats are mapped into memory. Files of torch before 1.6 cannot
+be: they are read whole each time that they are opened, for the config and again for the weights.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Stored:
     Args:
         shape: its shape.
         dtype: safetensors' name of its type.
-        read: returns it on the CPU, a view of the file.
+        read: returns it on the CPU, a view of the file if that is mapped.
     """
 
     shape: tuple[int, ...]
@@ -155,8 +156,7 @@ def _torch(path: Path) -> Iterator[tuple[str, Stored]]:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from error
     for name, tensor in tensors.items():
-        is_plain = tensor.layout == torch.strided
-        dtype = STORED_AS.get(tensor.dtype, str(tensor.dtype)) if is_plain else "sparse"
+        dtype = STORED_AS.get(tensor.dtype, str(tensor.dtype))
         yield name, Stored(tuple(tensor.shape), dtype, partial(_itself, tensor.detach()))
 
 

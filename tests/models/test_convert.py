@@ -229,6 +229,13 @@ def test_the_dtype_is_the_source_s(dtype: torch.dtype, stored: str, tmp_path: Pa
     assert torch.equal(norm(x), expected)
 
 
+def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
+    state = {**weights(), "to_logits.weight": torch.ones(1).expand(2**20, 2**20)}
+    torch.save(state, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt: tensor 'to_logits\.weight' of .* repeats 4"):
+        convert(tmp_path / "w.pt", tmp_path / "out")
+
+
 def test_tensors_that_share_memory(tmp_path: Path) -> None:
     state = weights()
     state["to_logits.weight"] = state["token_emb.weight"]

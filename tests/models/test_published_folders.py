@@ -320,6 +320,26 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         _only(lambda folder: torch.save([1], folder / "w.pth")),
         r"w\.pth: contains no state dict",
     ),
+    **{
+        kind: (
+            _only(
+                lambda f, value=value: write_bin(
+                    f, {**published_weights(min_lm()), "model.norm.weight": value}
+                )
+            ),
+            rf"pytorch_model\.bin: tensor 'model\.norm\.weight' {says}; allowed: dense tensors",
+        )
+        for kind, value, says in (
+            ("meta", torch.empty(WIDTH, device="meta"), r"has no values \(device meta\)"),
+            ("nested", torch.nested.nested_tensor([torch.ones(2)]), "is nested"),
+            ("sparse", torch.ones(WIDTH).to_sparse(), "is sparse_coo"),
+            (
+                "repeated",
+                torch.ones(1).expand(2**40),
+                r"of shape \[1099511627776\] repeats 4 bytes",
+            ),
+        )
+    },
     "module": (
         _only(lambda folder: torch.save(Wrapped(), folder / "w.pth")),
         r"w\.pth: contains Python objects .*never unpickled.*torch\.save\(torch\.load\('w\.pth'",
