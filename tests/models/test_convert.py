@@ -13,7 +13,6 @@ import torch
 from minGRU_pytorch.minLM import minLM
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models.convert import convert
@@ -223,10 +222,7 @@ def test_the_dtype_is_the_source_s(dtype: torch.dtype, stored: str, tmp_path: Pa
     torch.save({name: tensor.to(dtype) for name, tensor in weights().items()}, tmp_path / "w.pt")
     config = convert(tmp_path / "w.pt", tmp_path / "out")
     assert config.dtype == stored
-    norm = torch.nn.RMSNorm(8).to(held := getattr(torch, stored))
-    x = torch.full((8,), 3e-4, dtype=held)
-    expected = functional.rms_norm(x.float(), (8,), eps=config.norm_eps).to(held)
-    assert torch.equal(norm(x), expected)
+    assert config.norm_eps == torch.finfo(torch.float32).eps  # RMSNorm computes in float32
 
 
 def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
