@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ class LanguageModel(nn.Module, ABC):
         config: the model's shape.
         layer: makes one layer.
     """
+
+    # names of parameters [layers, channels] that are a vector of each layer instead of a matrix
+    vectors_of_layers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: ModelConfig, layer: Callable[[], RecurrentLayer]) -> None:
         super().__init__()

@@ -251,12 +251,13 @@ class Trainer:
 def _adamw(model: LM, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
     """Make AdamW (arXiv 1711.05101) without weight decay for vectors.
 
-    These are biases, gains, initial states, and lower bounds, which are a vector of each layer.
+    These are biases, gains, initial states, and parameters that have a vector of each layer.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim >= 2 and name != "lower_bounds" else vectors).append(parameter)
+        is_matrix = parameter.ndim >= 2 and name not in model.vectors_of_layers
+        (matrices if is_matrix else vectors).append(parameter)
     return torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": recipe.weight_decay},

@@ -153,16 +153,21 @@ def test_the_average_is_what_is_evaluated(make_trainer: MakeTrainer) -> None:
         assert not torch.equal(weight, raw)
 
 
-def test_only_matrices_decay(make_trainer: MakeTrainer) -> None:
-    one_step = {"learning_rate": 1e-2, "steps": 1, "dropout": 0.0}
+@pytest.mark.parametrize("cell", ["mingru", "hgrn"])
+def test_only_matrices_decay(make_trainer: MakeTrainer, cell: CellName) -> None:
+    one_step = {"config": {"cell": cell}, "learning_rate": 1e-2, "steps": 1, "dropout": 0.0}
     trainer = make_trainer(weight_decay=0.5, **one_step)
     twin = make_trainer("twin", weight_decay=0.0, **one_step)
+    if trainer.model.lower_bounds is not None and twin.model.lower_bounds is not None:
+        for own in (trainer.model.lower_bounds, twin.model.lower_bounds):
+            torch.nn.init.ones_(own)  # zeros would not show a decay
     before = {name: weight.detach().clone() for name, weight in twin.model.named_parameters()}
     trainer.run()
     twin.run()
     with_decay = dict(trainer.model.named_parameters())
     for name, without in twin.model.named_parameters():
-        shrink = 0.5 * 1e-2 * before[name] if without.ndim >= 2 else 0.0
+        decays = without.ndim >= 2 and name != "lower_bounds"
+        shrink = 0.5 * 1e-2 * before[name] if decays else 0.0
         torch.testing.assert_close(with_decay[name], without - shrink)
 
 

@@ -160,6 +160,7 @@ class HgrnLM(LanguageModel):
     """The language model that an HgrnConfig describes; `lower_bounds` [layers, inner] are raw."""
 
     config: HgrnConfig
+    vectors_of_layers = frozenset({"lower_bounds"})
 
     def __init__(self, config: HgrnConfig) -> None:
         super().__init__(config, lambda: Layer(config))

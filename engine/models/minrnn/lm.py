@@ -120,6 +120,7 @@ class LM(LanguageModel):
     """
 
     config: MinRnnConfig
+    vectors_of_layers = frozenset({"lower_bounds"})
 
     def __init__(self, config: MinRnnConfig, dropout: float = 0.0) -> None:
         super().__init__(config, lambda: Layer(config, dropout))
