@@ -36,6 +36,7 @@ class CellOperators(ABC):
 
     gates: int  # columns of the pre-activations per channel
     output_gate = False  # the last of these gates the output, after a norm (GatedNorm)
+    bounded = False  # reads a lower bound of the forget gate (Recurrence.lower_bound)
 
     @abstractmethod
     def scan(
@@ -160,6 +161,7 @@ class HGRN(CellOperators):
 
     gates = 3
     output_gate = True
+    bounded = True
 
     def scan(
         self,

@@ -119,6 +119,12 @@ class BlockModel:
         return 0 if mixer is None else mixer.taps
 
     @property
+    def conv_state(self) -> str | None:
+        """Name of the state of the convolutions before the first norms; None: there are none."""
+        mixer = self.blocks[0].mixer
+        return None if mixer is None else mixer.conv.state
+
+    @property
     def short_taps(self) -> int:
         """Taps of the convolutions between gates and recurrences; 0: there are none."""
         convs = self.blocks[0].short_convs

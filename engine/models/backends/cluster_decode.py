@@ -80,6 +80,7 @@ class ClusterDecode:
     @torch.no_grad()
     def __init__(self, model: LanguageModel) -> None:
         config, blocks = model.config, compile_blocks(model)
+        self._cell, self._conv = blocks.recurrence.state, blocks.conv_state
         # Whether steps end before the head, and return hidden states.
         self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
         norm = model.norm.weight.detach()
@@ -99,7 +100,8 @@ class ClusterDecode:
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Run a step as ModelBackend.step does; returns hidden states if `ends_with_hidden`."""
-        return self._program.run(tokens, slots, state["cell"], state.get("conv"))
+        conv = None if self._conv is None else state[self._conv]
+        return self._program.run(tokens, slots, state[self._cell], conv)
 
 
 def paths(model: LanguageModel, head: SeparateHead) -> list[ExecutionPath]:

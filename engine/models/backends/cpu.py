@@ -239,7 +239,7 @@ class _Writer:
                 for conv in block.short_convs or (None, None):
                     self.convolution(conv)
                 self.vector(block.gated_norm.weight)
-            if how.cell == "hgrn":
+            if block.operators.bounded:
                 bound = block.recurrence.lower_bound
                 self.vector(torch.zeros(blocks.inner) if bound is None else bound())
             self.matrix(block.out, half)
@@ -266,12 +266,13 @@ class CpuBackend:
         self.info = INFO
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
-        first = compile_blocks(model).blocks[0]
+        blocks = compile_blocks(model)
+        first = blocks.blocks[0]
         i_conv, f_conv = [conv.state for conv in first.short_convs] or (None, None)
         # Which tensors of the state the operators take, in their order.
         self._states = (
             first.recurrence.state,
-            first.mixer.conv.state if first.mixer else None,
+            blocks.conv_state,
             i_conv,
             f_conv,
         )

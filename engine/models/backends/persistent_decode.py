@@ -83,7 +83,7 @@ class PersistentDecode:
         self.rows = self.most_rows(model, fixed_order=fixed_order)
         self.quantized = config.quantization is not None
         self._eps = config.norm_eps
-        self._cell = blocks.recurrence.state
+        self._cell, self._conv = blocks.recurrence.state, blocks.conv_state
         self._program = Program(
             list(_phases(blocks, head)),
             cell=blocks.recurrence.cell,
@@ -94,7 +94,8 @@ class PersistentDecode:
 
     def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Run a step, as ModelBackend.step, with logits for every row of `head`."""
-        return self._program.run(tokens, slots, state[self._cell], state.get("conv"), self._eps)
+        conv = None if self._conv is None else state[self._conv]
+        return self._program.run(tokens, slots, state[self._cell], conv, self._eps)
 
 
 def _shapes(model: BlockModel) -> Iterator[PhaseShape]:
