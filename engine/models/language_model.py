@@ -55,8 +55,8 @@ class RecurrentLayer(nn.Module, ABC):
         """Read x [batch, time, d_model], differentiably, from the initial state."""
 
     @abstractmethod
-    def program(self, per_channel: Callable[[], Tensor] | None) -> LayerProgram:
-        """Return the layer's stages; `per_channel` computes the layer's channel parameters."""
+    def program(self, per_channel: Tensor | None) -> LayerProgram:
+        """Return the layer's stages."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -182,19 +182,16 @@ class LanguageModel(nn.Module, ABC):
             state = ModelState({name: tensor.double() for name, tensor in state.named.items()})
         return state
 
+    @torch.no_grad()
     def program(self) -> ModelProgram:
         """Return what the model computes as stages, for backends to compile."""
-
-        def parameters_of(index: int) -> Callable[[], Tensor] | None:
-            if self.channel_parameters()[index] is None:
-                return None
-            return lambda: cast("Tensor", self.channel_parameters()[index])
-
         return ModelProgram(
             self.embedding,
             tuple(
-                layer.program(parameters_of(index))
-                for index, layer in enumerate(self.recurrent_layers)
+                layer.program(per_channel)
+                for layer, per_channel in zip(
+                    self.recurrent_layers, self.channel_parameters(), strict=True
+                )
             ),
             self.norm,
             self.embedding if self.head is None else self.head,

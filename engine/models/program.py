@@ -12,8 +12,7 @@ with x, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
@@ -63,15 +62,15 @@ class Recurrence:
         state: name of the state tensor [channels].
         linear_candidate: minGRU and minLSTM: the candidate is v itself instead of g(v).
         normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
-        lower_bound: HGRN: returns the least forget gate of every channel, fp32 [channels], computed
-            from the weights as they are; None: 0.
+        lower_bound: HGRN: the least forget gate of every channel, fp32 [channels], computed from
+            the weights as they were when the program was made; None: 0.
     """
 
     cell: str
     state: str
     linear_candidate: bool = False
     normalize_gates: bool = True
-    lower_bound: Callable[[], Tensor] | None = None
+    lower_bound: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ def test_an_output_gate_comes_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> 
     assert refusal(model, LAYERS_OF_KERNELS) == "cell 'hgrn' without a gated norm"
 
 
-def test_lower_bounds_are_those_of_the_weights_as_they_are() -> None:
+def test_lower_bounds_are_those_of_the_weights() -> None:
     config = HgrnConfig(vocab_size=9, d_model=8, n_layers=3, inner=8, mlp_hidden=8)
     model = registry.build(config)
     raw = model.get_parameter("lower_bounds")

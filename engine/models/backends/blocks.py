@@ -171,12 +171,13 @@ class _OtherShapeError(Exception):
     pass
 
 
-@torch.no_grad()
 def lower_bounds(blocks: Sequence[Block]) -> list[Tensor | None]:
-    """Return every block's lower bounds as they are now, fp32 [inner]; None: it has none."""
-    # Copies, since a block's bounds are a row of those of all.
+    """Return every block's lower bounds, fp32 [inner], each in its own memory; None: it has none.
+
+    In a program they are rows of one matrix, which need not begin where kernels can read vectors.
+    """
     return [
-        bound if bound is None else bound().to(torch.float32, copy=True)
+        bound if bound is None else bound.to(torch.float32, copy=True)
         for bound in (block.recurrence.lower_bound for block in blocks)
     ]
 

@@ -241,7 +241,7 @@ class _Writer:
                 self.vector(block.gated_norm.weight)
             if block.operators.bounded:
                 bound = block.recurrence.lower_bound
-                self.vector(torch.zeros(blocks.inner) if bound is None else bound())
+                self.vector(torch.zeros(blocks.inner) if bound is None else bound)
             self.matrix(block.out, half)
             self.vector(block.mlp.norm.weight if block.mlp else None)
             self.matrix(block.mlp.up if block.mlp else None, half, up_gates)

@@ -14,7 +14,7 @@ then RMSNorm and the head (the embedding's matrix if tied). LanguageModel says w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class Layer(RecurrentLayer):
         h = self.operators.train(self.recurrence, pre.flatten(0, 1), cu_seqlens, None, per_channel)
         return self._close(x, pre, h.view(batch, time, -1))
 
-    def program(self, per_channel: Callable[[], Tensor] | None) -> LayerProgram:
+    def program(self, per_channel: Tensor | None) -> LayerProgram:
         """Return the layer's stages."""
         stages: list[Stage] = [program.Norm(self.norm), program.Linear(self.gates)]
         stages += [

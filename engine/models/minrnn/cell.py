@@ -8,7 +8,6 @@ sequences are packed), and HGRN has a gated norm after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -106,7 +105,7 @@ class Cell(nn.Module):
         y: Tensor = self.out(h)
         return y
 
-    def stages(self, per_channel: Callable[[], Tensor] | None) -> list[Stage]:
+    def stages(self, per_channel: Tensor | None) -> list[Stage]:
         """Return the cell's stages (engine/models/program.py)."""
         stages: list[Stage] = [
             Linear(self.gates),

@@ -11,7 +11,7 @@ then RMSNorm and the head (the embedding's matrix if tied). LanguageModel says w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -84,7 +84,7 @@ class Layer(RecurrentLayer):
         x = x + self.dropout(self.cell(self.cell_norm(x), per_channel))
         return x if self.mlp is None else x + self.dropout(self.mlp(x))
 
-    def program(self, per_channel: Callable[[], Tensor] | None) -> LayerProgram:
+    def program(self, per_channel: Tensor | None) -> LayerProgram:
         """Return the layer's stages."""
         stages: list[Stage] = []
         if self.conv is not None:
