@@ -27,7 +27,7 @@ from engine.models.state import ModelState, new_state
 
 
 class RecurrentLayer(nn.Module, ABC):
-    """One residual layer; `scan` and `step` compute the same function.
+    """One residual layer; `scan`, `step` and `forward` compute the same function.
 
     `state` has the layer's state tensors [rows, *shape] by name, updated in place. `per_channel`
     is the layer's entry of `LanguageModel.channel_parameters`.
@@ -88,7 +88,12 @@ class LanguageModel(nn.Module, ABC):
 
     @torch.no_grad()
     def prefill(
-        self, tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        state: ModelState,
+        slots: Tensor,
+        per_channel: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Read packed sequences, each continuing from its row of `state`; updates `state`.
 
@@ -97,27 +102,38 @@ class LanguageModel(nn.Module, ABC):
             cu_seqlens: int32 [sequences + 1].
             state: the rows of all sequences.
             slots: int32 [sequences].
+            per_channel: the result of `channel_parameters` if the weights have not changed since;
+                None: it is computed again.
 
         Returns:
             Hidden states after the final norm [tokens, d_model].
         """
         x = self._embed(tokens)  # [tokens, d_model]
-        parameters = self.channel_parameters()
+        if per_channel is None:
+            per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
-            x = layer.scan(x, state.layer(index), cu_seqlens, slots, parameters[index])
+            x = layer.scan(x, state.layer(index), cu_seqlens, slots, per_channel[index])
         hidden: Tensor = self.norm(x)
         return hidden
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+    def step(
+        self,
+        tokens: Tensor,
+        state: ModelState,
+        slots: Tensor,
+        per_channel: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
         """Read one token of every sequence; updates `state` in place.
 
         tokens [batch], slots [batch] int32 -> hidden states after the final norm [batch, d_model].
+        `per_channel` is as for `prefill`.
         """
         x = self._embed(tokens)  # [batch, d_model]
-        parameters = self.channel_parameters()
+        if per_channel is None:
+            per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
-            x = layer.step(x, state.layer(index), slots, parameters[index])
+            x = layer.step(x, state.layer(index), slots, per_channel[index])
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -166,7 +182,8 @@ class LanguageModel(nn.Module, ABC):
     def channel_parameters(self) -> Sequence[Tensor | None]:
         """Return what each layer's recurrence needs per channel, computed from shared weights.
 
-        fp32 [channels] for each layer, or None. HGRN's lower bounds are of this kind.
+        fp32 [channels] for each layer, or None; differentiable. HGRN's lower bounds, which follow
+        from a softmax over all layers, are of this kind.
         """
         return [None] * len(self.layers)
 

@@ -6,7 +6,7 @@ Names, shapes and types are those of the model's StateSpecs (engine/state_spec.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,11 +20,14 @@ STATE_DTYPES: dict[StateDtype, torch.dtype] = {"F32": torch.float32, "BF16": tor
 class ModelState:
     """The recurrent state of `rows` sequences, on the model's device.
 
-    Tensors are [layers, rows, *shape], in the order of the model's specs. A row is complete:
-    copying it to another row forks a sequence.
+    Tensors are [layers, rows, *shape], in the order of the model's specs. They change in place and
+    are never replaced. A row is complete: copying it to another row forks a sequence.
     """
 
     named: dict[str, Tensor]
+    _layers: dict[int, Mapping[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.named[name]
@@ -33,9 +36,13 @@ class ModelState:
         """Return a tensor; None if the model has none of this name."""
         return self.named.get(name)
 
-    def layer(self, index: int) -> dict[str, Tensor]:
+    def layer(self, index: int) -> Mapping[str, Tensor]:
         """Return one layer's tensors [rows, *shape], views, by name."""
-        return {name: tensor[index] for name, tensor in self.named.items()}
+        layer = self._layers.get(index)
+        if layer is None:  # views are made once: every step asks for those of every layer
+            layer = {name: tensor[index] for name, tensor in self.named.items()}
+            self._layers[index] = layer
+        return layer
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors in the order of the model's specs."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import SCAN_CHUNK
+from engine.models.backends.eager import EagerBackend
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
@@ -241,6 +242,51 @@ def test_dropout_acts_in_training_alone() -> None:
     model.train()  # serving never drops anything, whatever the mode
     first, second = (prefill(model, tokens[0], model.new_state(1), 0) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def hgrn_with_bounds() -> tuple[LM, Tensor]:
+    """A model, and its parameter of which all layers' lower bounds are computed."""
+    model = build({"cell": "hgrn", "n_layers": 3})
+    assert model.lower_bounds is not None
+    return model, model.lower_bounds
+
+
+def test_a_model_follows_changes_of_shared_weights() -> None:
+    model, raw = hgrn_with_bounds()
+    tokens = random_tokens(model, 12)
+    before = prefill(model, tokens, model.new_state(1), 0)
+    changed = 3 * torch.randn(raw.shape, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        raw.copy_(changed)
+    expected = reference.logits(model.config, model.state_dict(), tokens)
+    assert relative_error(prefill(model, tokens, model.new_state(1), 0), expected) < TOLERANCE
+    assert relative_error(before, expected) > 100 * TOLERANCE
+    weights = {**model.state_dict(), "lower_bounds": changed.flip(0)}
+    model.load_state_dict(weights, assign=True)
+    state, slots = model.new_state(1), int32([0])
+    stepped = [model.logits(model.step(token, state, slots)) for token in tokens.split(1)]
+    expected = reference.logits(model.config, weights, tokens)
+    assert relative_error(torch.cat(stepped), expected) < TOLERANCE
+
+
+def test_a_backend_computes_shared_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = hgrn_with_bounds()
+    tokens, slots = random_tokens(model, 9), int32([0])
+    expected = reference.logits(model.config, model.state_dict(), tokens)
+    served = EagerBackend(model)
+    monkeypatch.setattr(model, "channel_parameters", None)  # whoever calls it fails
+    state = model.new_state(1)
+    read = served.logits(served.prefill(tokens[:5].int(), int32([0, 5]), state, slots))
+    stepped = [served.step(token, state, slots) for token in tokens[5:].split(1)]
+    assert relative_error(torch.cat([read, *stepped]), expected) < TOLERANCE
+
+
+def test_a_states_layers_are_views_made_once() -> None:
+    state = build({"cell": "mingru", "conv_kernel": 3}).new_state(2)
+    layer = state.layer(1)
+    assert state.layer(1) is layer and layer.keys() == {"cell", "conv"}
+    state["conv"][1, 0] = 5
+    assert bool((layer["conv"][0] == 5).all()) and not state.layer(0)["conv"].any()
 
 
 @pytest.mark.gpu

@@ -78,15 +78,20 @@ def _few(kernel: PersistentDecode, vocabulary: int) -> ExecutionPath:
 
 
 def _by_torch(model: LanguageModel) -> ExecutionPath:
-    """Return the path that uses the model's own methods."""
+    """Return the path that uses the model's own methods, with its weights as they are now."""
+    with torch.no_grad():
+        per_channel = model.channel_parameters()
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        return model.logits(model.step(tokens, state, slots))
+        return model.logits(model.step(tokens, state, slots, per_channel))
+
+    def prefill(tokens: Tensor, cu_seqlens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return model.prefill(tokens, cu_seqlens, state, slots, per_channel)
 
     return ExecutionPath(
         name=NAME,
         sizes={"step": ANY, "prompt": ANY},
         unmeasured={"step": ANY, "prompt": ANY},
         step=step,
-        prefill=model.prefill,
+        prefill=prefill,
     )
