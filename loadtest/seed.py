@@ -76,7 +76,7 @@ def measure_seed(
 
         products()
         gemm_seconds = step_seconds(products, device)
-    scan_bytes = (config.gates + 1) * tokens * config.inner * precision.dtype.itemsize
+    scan_bytes = (layer.operators.gates + 1) * tokens * config.inner * precision.dtype.itemsize
     copy_seconds = scan_bytes / ceiling
     return {
         "seconds": seconds,

@@ -34,7 +34,7 @@ class CellOperators(ABC):
     `how` has its options, `per_channel` its channel parameters, fp32 [channels].
     """
 
-    gates: int  # columns of the pre-activations per channel
+    gates: int  # columns of the pre-activations per channel, as in csrc/cells
     output_gate = False  # the last of these gates the output, after a norm (GatedNorm)
     bounded = False  # reads a lower bound of the forget gate (Recurrence.lower_bound)
 

@@ -18,7 +18,8 @@ from torch.nn import functional
 from engine.config import ModelConfig, Quantization
 from engine.errors import CheckpointError, ConfigError
 from engine.models import registry
-from engine.models.backends.blocks import compile_blocks
+from engine.models.backends import cluster_decode
+from engine.models.backends.blocks import compile_blocks, refusal
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
@@ -255,6 +256,11 @@ def test_the_program_has_the_stages_of_a_block(changes: dict[str, Any]) -> None:
         assert (bound is None) == (not values["use_lower_bound"])
         if bound is not None:
             assert torch.equal(bound, parameters[index])  # type: ignore[arg-type]
+
+
+def test_kernels_without_the_cell_refuse_it_by_name() -> None:
+    reason = refusal(build({})[0], cluster_decode.SUPPORT)
+    assert reason is not None and reason.startswith("cell 'hgrn'")
 
 
 @variants

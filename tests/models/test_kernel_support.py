@@ -13,7 +13,6 @@ from engine.models.backends.blocks import compile_blocks, lower_bounds, refusal
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.fused_gemm import supports_widths
-from engine.models.backends.kernel_support import LAYERS_OF_KERNELS
 from engine.models.backends.selector import select_backend
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.minrnn.config import MinRnnConfig
@@ -37,7 +36,7 @@ def of_another_cell() -> LM:
 def test_no_kernel_takes_a_cell_for_another() -> None:
     model = of_another_cell()
     assert cpu.supports(LM(CONFIG)) is None
-    assert cpu.supports(model) == f"{REFUSAL} and hgrn"
+    assert cpu.supports(model) == REFUSAL.replace(" and minlstm", ", minlstm and hgrn")
     with pytest.raises(ValueError, match="other"):
         CpuBackend(model)
     assert isinstance(select_backend(model, CPU), EagerBackend)
@@ -98,12 +97,12 @@ def test_widths_behind_an_output_gate(inner: int, hidden: int, taken: bool) -> N
 def test_an_output_gate_comes_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     config = HgrnConfig(vocab_size=9, d_model=8, n_layers=1, inner=8, mlp_hidden=8)
     model = registry.build(config)
-    assert refusal(model, LAYERS_OF_KERNELS) is None
+    assert refusal(model, cublas.SUPPORT) is None
     whole = model.program()
     layers = [[one for one in layer if not isinstance(one, GatedNorm)] for layer in whole.layers]
     without = dataclasses.replace(whole, layers=tuple(map(tuple, layers)))
     monkeypatch.setattr(model, "program", lambda: without)
-    assert refusal(model, LAYERS_OF_KERNELS) == "cell 'hgrn' without a gated norm"
+    assert refusal(model, cublas.SUPPORT) == "cell 'hgrn' without a gated norm"
 
 
 def test_lower_bounds_are_those_of_the_weights() -> None:

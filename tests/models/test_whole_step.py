@@ -95,7 +95,7 @@ def test_limits_are_asked_for_the_phases_that_a_model_has(changes: dict[str, obj
     assert len(shapes) == len(phases)
     for phase, shape in zip(phases, shapes, strict=True):
         rows, columns = phase.weight.shape
-        gates = model.config.gates if phase.kind == "gates" else 1
+        gates = compile_blocks(model).gates if phase.kind == "gates" else 1
         embed = phase.kind == "embed"
         assert shape == PhaseShape(
             kind=phase.kind,

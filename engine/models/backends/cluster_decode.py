@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import works
-from engine.models.backends.blocks import Block, BlockModel, compile_blocks
+from engine.models.backends.blocks import Block, BlockModel, Support, compile_blocks
 from engine.models.backends.dispatch import FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import SMALL_VOCABULARY, SeparateHead
@@ -27,6 +27,7 @@ from engine.ops.cluster_decode import ClusterLayer, ClusterProgram, refusal
 _MOST_WEIGHTS = 67_000_000
 
 NAME = "cluster_decode"
+SUPPORT = Support(cells=("mingru", "minlstm"))
 # With more rows, clusters take turns on some GPUs.
 ROWS_AT_ONCE = 96
 
@@ -55,7 +56,7 @@ def takes(model: BlockModel) -> bool:
 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why ClusterDecode cannot run `model`, whose weights are on `device`; None: it can."""
-    reason = lacks_hopper_kernels(model, device)
+    reason = lacks_hopper_kernels(model, device, SUPPORT)
     if reason is None and not takes(compile_blocks(model)):
         return "not a small model of the widths for which its kernels were built"
     return reason

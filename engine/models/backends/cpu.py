@@ -28,8 +28,7 @@ from engine.models.state import ModelState, new_state
 from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
-# What the operators compute (csrc/cpu_model).
-BLOCKS = Support(
+SUPPORT = Support(  # csrc/cpu_model
     cells=("mingru", "minlstm", "hgrn"),
     activations=("gelu", "swiglu"),
     no_out=True,
@@ -58,7 +57,7 @@ def supports(model: LanguageModel) -> str | None:
     kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
         return f"weights are {' and '.join(sorted(map(str, kinds))) or 'int8 throughout'}"
-    return refusal(model, BLOCKS) or _other_gates(model)
+    return refusal(model, SUPPORT) or _other_gates(model)
 
 
 def _other_gates(model: LanguageModel) -> str | None:

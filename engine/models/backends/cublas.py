@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import TunedProducts
-from engine.models.backends.blocks import Block, Mixer, compile_blocks, lower_bounds
+from engine.models.backends.blocks import Block, Mixer, Support, compile_blocks, lower_bounds
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
-from engine.models.backends.kernel_support import LAYERS_OF_KERNELS, lacks_bfloat16_kernels
+from engine.models.backends.kernel_support import lacks_bfloat16_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
@@ -50,6 +50,7 @@ Middle = Callable[[Block, Tensor, Tensor], Tensor | None]
 
 NAME = "cublas"
 NAME_AROUND = "cublas around fused_gemm"  # the middle of a layer is FusedGemmPath's
+SUPPORT = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
 
 # If nothing was timed, larger steps and prompts use products of the library: its large tiles fill
 # the GPU, and outweigh the two extra kernels per layer. Measured on an H200.
@@ -64,7 +65,7 @@ _MOST_TOKENS_WITH_CONV = 384  # with the library's products a convolution needs 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why CublasPath cannot run `model`, whose weights are on `device`; None: it can."""
     config = model.config
-    reason = lacks_bfloat16_kernels(model, device, LAYERS_OF_KERNELS)
+    reason = lacks_bfloat16_kernels(model, device, SUPPORT)
     if reason is not None:
         return reason
     if config.quantization is not None:

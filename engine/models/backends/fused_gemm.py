@@ -17,9 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends import kernel_support
-from engine.models.backends.blocks import Block, BlockModel, Mlp, compile_blocks, lower_bounds
+from engine.models.backends.blocks import (
+    Block,
+    BlockModel,
+    Mlp,
+    Support,
+    compile_blocks,
+    lower_bounds,
+)
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
-from engine.models.backends.kernel_support import LAYERS_OF_KERNELS, lacks_hopper_kernels
+from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.language_model import LanguageModel
 from engine.models.program import Conv
@@ -38,6 +45,7 @@ from engine.ops.gemm import (
 
 NAME = "fused_gemm"
 NAME_TO_HEAD = "fused_gemm to a head"  # the head is a separate kernel
+SUPPORT = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
 
 _MOST_TOKENS = 65_535 * 128  # the largest vocabulary: the rows of a grid, a tile of the head each
 
@@ -50,12 +58,12 @@ WIDTHS = (
 
 def supports(model: LanguageModel, device: torch.device) -> str | None:
     """Return why FusedGemmPath cannot run `model`, whose weights are on `device`; None: it can."""
-    return lacks_hopper_kernels(model, device, LAYERS_OF_KERNELS) or refuses_model(model)
+    return lacks_hopper_kernels(model, device, SUPPORT) or refuses_model(model)
 
 
 def refuses_model(model: LanguageModel) -> str | None:
     """Return why FusedGemmPath cannot run `model` on any GPU; None: it can on Hopper."""
-    reason = kernel_support.refuses_model(model, LAYERS_OF_KERNELS)
+    reason = kernel_support.refuses_model(model, SUPPORT)
     if reason is not None:
         return reason
     if model.config.quantization is not None:

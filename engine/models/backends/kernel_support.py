@@ -1,6 +1,7 @@
 """Requirements of fused kernels on model and device, for all execution paths.
 
-Every check returns None if the kernels run, or the reason why not, to complete "not used: ".
+Every check returns None if the kernels run, or the reason why not, to complete "not used: ". What
+the kernels of a path compute is the SUPPORT of the path's module.
 """
 
 from __future__ import annotations
@@ -11,14 +12,9 @@ from engine.models.backends.blocks import Support, refusal
 from engine.models.language_model import LanguageModel
 from engine.ops import library
 
-# What every fused kernel computes at least.
-BLOCKS = Support(cells=("mingru", "minlstm"))
-# What paths of several kernels per layer compute (fused_gemm.py, cublas.py).
-LAYERS_OF_KERNELS = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
-
 
 def lacks_bfloat16_kernels(
-    model: LanguageModel, device: torch.device, support: Support = BLOCKS
+    model: LanguageModel, device: torch.device, support: Support
 ) -> str | None:
     """Return why kernels for bfloat16 activations cannot run `model` on `device`, any GPU.
 
@@ -31,7 +27,7 @@ def lacks_bfloat16_kernels(
     return refuses_model(model, support)
 
 
-def refuses_model(model: LanguageModel, support: Support = BLOCKS) -> str | None:
+def refuses_model(model: LanguageModel, support: Support) -> str | None:
     """Return why kernels for bfloat16 activations cannot run `model` on any GPU.
 
     In float16, products with the residual stream itself, before its norm, could overflow.
@@ -42,7 +38,7 @@ def refuses_model(model: LanguageModel, support: Support = BLOCKS) -> str | None
 
 
 def lacks_hopper_kernels(
-    model: LanguageModel, device: torch.device, support: Support = BLOCKS
+    model: LanguageModel, device: torch.device, support: Support
 ) -> str | None:
     """Return why kernels for Hopper cannot run `model` on `device`; weights may be quantised."""
     reason = lacks_bfloat16_kernels(model, device, support)

@@ -30,7 +30,6 @@ from engine.ops.persistent_decode import Kind, Phase, PhaseShape, Program
 
 NAME = "persistent_decode"
 NAME_8_BIT = "persistent_decode in 8 bits"
-
 SUPPORT = Support(cells=("mingru", "minlstm", "hgrn"), activations=("gelu", "swiglu"))
 
 

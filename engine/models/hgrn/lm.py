@@ -71,7 +71,7 @@ class Layer(RecurrentLayer):
         self.recurrence = Recurrence("hgrn", "hidden")
         self.operators = CELLS["hgrn"]
         self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
-        self.gates = linear(config, config.d_model, 3 * config.inner, bias=False)
+        self.gates = linear(config, config.d_model, self.operators.gates * config.inner, bias=False)
         self.i_conv, self.f_conv = _taps(config), _taps(config)
         self.gated_norm = GatedRMSNorm(config.inner, eps=config.norm_eps)
         self.out = linear(config, config.inner, config.d_model, bias=False)

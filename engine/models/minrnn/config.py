@@ -72,11 +72,6 @@ class MinRnnConfig(ModelConfig):
         return int(self.d_model * self.expansion)
 
     @property
-    def gates(self) -> int:
-        """Pre-activations per channel: minGRU's k, v; minLSTM's f, i, v; HGRN's i, f, g."""
-        return {"mingru": 2, "minlstm": 3, "hgrn": 3}[self.cell]
-
-    @property
     def mlp_hidden(self) -> int:
         """Hidden width of the MLP; 0 = no MLP."""
         return int(self.d_model * self.mlp_ratio)
