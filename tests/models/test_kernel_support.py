@@ -17,7 +17,16 @@ from engine.models.backends.selector import select_backend
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
-from engine.models.program import GatedNorm
+from engine.models.program import (
+    Conv,
+    Elementwise,
+    GatedNorm,
+    Linear,
+    Norm,
+    Recurrence,
+    Residual,
+    Stage,
+)
 from tests.models.variants import blocks_of
 
 CONFIG = MinRnnConfig(cell="mingru", vocab_size=66, d_model=384, n_layers=1)
@@ -103,6 +112,66 @@ def test_an_output_gate_comes_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> 
     without = dataclasses.replace(whole, layers=tuple(map(tuple, layers)))
     monkeypatch.setattr(model, "program", lambda: without)
     assert refusal(model, cublas.SUPPORT) == "cell 'hgrn' without a gated norm"
+
+
+def _other_norm(eps: float) -> Norm:
+    return Norm(torch.nn.RMSNorm(8, eps=eps))
+
+
+def _other_linear(rows: int, bias: bool = False) -> Linear:
+    return Linear(torch.nn.Linear(8, rows, bias=bias))
+
+
+# stages of one layer of HGRN: Norm, Linear, Recurrence, GatedNorm, Linear, Residual, Norm, Linear,
+# Elementwise, Linear, Residual
+@pytest.mark.parametrize(
+    ("at", "stages", "reason"),
+    [
+        (slice(0, 1), [_other_norm(0.5)], "norms of different epsilons"),
+        (slice(3, 4), [GatedNorm(torch.nn.RMSNorm(8))], "norms of different epsilons"),
+        (slice(6, 7), [_other_norm(0.5)], "norms of different epsilons"),
+        (slice(1, 2), [_other_linear(12 * 3)], "layers differ in the recurrence's channels"),
+        (slice(1, 2), [_other_linear(8 * 3, bias=True)], "layers differ in biases"),
+        (slice(2, 3), [Recurrence("hgrn", "other")], "layers differ in the recurrence"),
+        (slice(4, 5), [], "layers differ in the out projection"),
+        (slice(6, 11), [], "layers differ in the MLP"),
+        (slice(8, 9), [Elementwise("gelu")], "layers differ in the MLP"),
+        (
+            slice(2, 2),
+            [Conv(torch.nn.Parameter(torch.ones(8, 4)), None, "i_conv")],
+            "layers differ in the convolutions behind the gates",
+        ),
+        (
+            slice(0, 0),
+            [
+                Conv(torch.nn.Parameter(torch.ones(8, 4)), None, "conv"),
+                _other_linear(8),
+                Residual(),
+            ],
+            "layers differ in the convolution before the norm",
+        ),
+    ],
+)
+def test_a_layer_unlike_the_first_is_refused(
+    monkeypatch: pytest.MonkeyPatch, at: slice, stages: list[Stage], reason: str
+) -> None:
+    config = HgrnConfig(vocab_size=9, d_model=8, n_layers=2, inner=8, mlp_hidden=8)
+    model = registry.build(config)
+    assert refusal(model, cpu.SUPPORT) is None
+    whole = model.program()
+    last = list(whole.layers[1])
+    last[at] = stages
+    unlike = dataclasses.replace(whole, layers=(whole.layers[0], tuple(last)))
+    monkeypatch.setattr(model, "program", lambda: unlike)
+    assert refusal(model, cpu.SUPPORT) == reason
+    assert cpu.supports(model) == reason
+
+
+def test_a_last_norm_of_another_epsilon_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LM(CONFIG)
+    other = dataclasses.replace(model.program(), norm=torch.nn.RMSNorm(384, eps=0.5))
+    monkeypatch.setattr(model, "program", lambda: other)
+    assert refusal(model, cluster_decode.SUPPORT) == "norms of different epsilons"
 
 
 def test_lower_bounds_are_those_of_the_weights() -> None:

@@ -88,10 +88,16 @@ class Block:
         """Channels of the recurrence."""
         return self.gates.weight.shape[0] // self.operators.gates
 
+    @property
+    def norms(self) -> list[nn.RMSNorm]:
+        """The block's norms, in order."""
+        mlp_norm = None if self.mlp is None else self.mlp.norm
+        return [norm for norm in (self.norm, self.gated_norm, mlp_norm) if norm is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class BlockModel:
-    """A model of blocks that have the same widths."""
+    """A model of blocks that differ in nothing but their weights (`refusal` checks it)."""
 
     config: ModelConfig
     program: ModelProgram
@@ -224,15 +230,57 @@ class Support:
     short_convs: bool = False
 
 
+def _shape(block: Block) -> dict[str, object]:
+    """Return what kernels take from the first block for all, by what it is."""
+    mixer, out, mlp = block.mixer, block.out, block.mlp
+    return {
+        "the recurrence": block.recurrence,  # compared without its lower bound
+        "the recurrence's channels": block.inner,
+        "the convolution before the norm": None if mixer is None else _shape_of_conv(mixer.conv),
+        "the convolutions behind the gates": [_shape_of_conv(conv) for conv in block.short_convs],
+        "the gated norm": block.gated_norm is None,
+        "the out projection": None if out is None else out.weight.shape,
+        "the MLP": None if mlp is None else (mlp.activation, mlp.up.weight.shape, mlp.hidden),
+        "biases": [
+            one is None or one.bias is None
+            for one in (
+                block.gates,
+                None if mixer is None else mixer.mix,
+                out,
+                None if mlp is None else mlp.up,
+                None if mlp is None else mlp.down,
+            )
+        ],
+    }
+
+
+def _shape_of_conv(conv: Conv) -> tuple[object, ...]:
+    return conv.weight.shape, conv.bias is None, conv.state, conv.first
+
+
+def _unlike(model: BlockModel) -> str | None:
+    """Return what kernels would compute wrongly because layers or norms differ; None: nothing."""
+    first = _shape(model.blocks[0])
+    for block in model.blocks[1:]:
+        for name, value in _shape(block).items():
+            if value != first[name]:
+                return f"layers differ in {name}"
+    norms = [model.program.norm, *(norm for block in model.blocks for norm in block.norms)]
+    if any(norm.eps != model.config.norm_eps for norm in norms):
+        return "norms of different epsilons"
+    return None
+
+
 def refusal(model: LanguageModel, support: Support) -> str | None:
     """Return why kernels with this support cannot compute the model's layers; None: they can.
 
     The reason completes "not used: ".
     """
     try:
-        blocks = compile_blocks(model).blocks
+        compiled = compile_blocks(model)
     except _OtherShapeError as error:
         return str(error)
+    blocks = compiled.blocks
     for block in blocks:
         cell = block.recurrence.cell
         if cell not in support.cells:
@@ -247,4 +295,4 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
             return "no out projection"
         if block.short_convs and not support.short_convs:
             return "convolutions between gates and recurrence"
-    return None
+    return _unlike(compiled)

@@ -63,15 +63,14 @@ def supports(model: LanguageModel) -> str | None:
 def _other_gates(model: LanguageModel) -> str | None:
     """Return what lies between gates and out projection that the operators do not compute."""
     blocks = compile_blocks(model)
-    for block in blocks.blocks:
-        convs = block.short_convs
-        if block.gated_norm is not None and block.gated_norm.eps != model.config.norm_eps:
-            return "gated norms with another epsilon than the model's norms"
-        columns = [(conv.first, conv.weight.shape[0]) for conv in convs]
-        if convs and columns != [(0, blocks.inner), (blocks.inner, blocks.inner)]:
-            return "convolutions between gates and recurrence that are not of HGRN's i and f"
-        if any(conv.weight.shape[1] > _MOST_GATE_TAPS for conv in convs):
-            return f"convolutions between gates and recurrence of more than {_MOST_GATE_TAPS} taps"
+    convs, inner, taps = blocks.blocks[0].short_convs, blocks.inner, blocks.short_taps
+    if not convs:
+        return None
+    found = [(conv.first, tuple(conv.weight.shape)) for conv in convs]
+    if found != [(0, (inner, taps)), (inner, (inner, taps))]:
+        return "convolutions between gates and recurrence that are not of HGRN's i and f"
+    if taps > _MOST_GATE_TAPS:
+        return f"convolutions between gates and recurrence of more than {_MOST_GATE_TAPS} taps"
     return None
 
 
