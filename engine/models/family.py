@@ -1,7 +1,7 @@
 """Family: what a folder of engine/models says of its models, for the registry.
 
-A family has a config, a model in plain torch, and knows the folders in which other projects publish
-such models: their config.json and the names of their tensors.
+A family has a config, a model in plain torch, and knows the Hugging Face folders ("published" ones)
+of other projects' such models: their config.json and the names of their tensors.
 """
 
 from __future__ import annotations

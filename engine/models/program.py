@@ -31,17 +31,17 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear map: [tokens, inputs] -> [tokens, outputs]."""
+    """A linear map with its bias, if it has one: [tokens, inputs] -> [tokens, outputs]."""
 
     module: nn.Linear | QuantLinear
 
 
 @dataclass(frozen=True, slots=True)
 class Conv:
-    """Causal depthwise convolution of some columns of the value; the other columns pass.
+    """Causal depthwise convolution of some columns of the value; the others pass unchanged.
 
     Args:
-        weight: [channels, taps], the tap of the oldest input first.
+        weight: [channels, taps] for as many columns, the tap of the oldest input first.
         bias: [channels] or None.
         state: name of the state tensor [taps - 1, channels] with the last inputs.
         first: first of the columns.
@@ -58,7 +58,7 @@ class Recurrence:
     """A cell over time: pre-activations [tokens, gates * channels] -> h [tokens, channels].
 
     Args:
-        cell: name of the cell (csrc/cells/cells.def).
+        cell: name of the cell (csrc/cells/cells.def); its operators are in recurrence.py.
         state: name of the state tensor [channels].
         linear_candidate: minGRU and minLSTM: the candidate is v itself instead of g(v).
         normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
@@ -75,7 +75,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """RMSNorm of the recurrence's h, times silu of the last third of its pre-activations."""
+    """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
     module: nn.RMSNorm
 

@@ -1,7 +1,7 @@
 """Registry of model families: finds the family of a config.json or a config.
 
 A family is a folder of engine/models. A config.json in minserve's form names it in `family`
-("minrnn" if absent); one of another project is told by its `model_type` or `architectures`.
+("minrnn" if absent); one of another project is recognised by `architectures` or `model_type`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(config: ModelConfig) -> LanguageModel:
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Return whether a config.json, as parsed, is in minserve's form."""
+    """Return whether a config.json, as parsed, is in minserve's form, not another project's."""
     return values.get("model_type", OWN_MODEL_TYPE) == OWN_MODEL_TYPE and (
         "architectures" not in values
     )

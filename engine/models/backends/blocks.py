@@ -39,7 +39,7 @@ from engine.models.recurrence import CELLS, CellOperators
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """The convolution before a block's first norm: x += mix(conv(x))."""
+    """The convolution before a block's first norm, which is no token mixer: x += mix(conv(x))."""
 
     conv: Conv
     mix: nn.Linear | QuantLinear
