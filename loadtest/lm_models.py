@@ -59,7 +59,7 @@ HGRN_SIZES: dict[str, dict[str, Any]] = {
         "d_model": 768,
         "n_layers": 12,
         "inner": 768,
-        "mlp_hidden": 2304,
+        "mlp_hidden": 2176,
         "vocab_size": 32_000,
         "tie_embeddings": True,
     },

@@ -130,7 +130,7 @@ def swiglu(y: Tensor) -> Tensor:
     """
     if y.is_cuda and _HAS_KERNELS:
         out: Tensor = torch.ops.minserve.swiglu(y.flatten(0, -2))
-        return out.view(*y.shape[:-1], -1)
+        return out.view(*y.shape[:-1], y.shape[-1] // 2)
     gate, up = y.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(y.dtype)
 

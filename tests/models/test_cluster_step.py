@@ -293,7 +293,7 @@ def test_a_row_has_the_same_bits_in_every_place_beside_every_other(name: str, fo
     model = build(MODELS[name], torch.bfloat16)
     clusters = form.of(model)
     before = model.new_state(1000)
-    before.cell.normal_()
+    before["cell"].normal_()
     for rows in (20, 100, 200):
         ids = torch.randint(0, 60, (rows,), dtype=torch.int32, device="cuda")
         slots = torch.randperm(1000, device="cuda")[:rows].to(torch.int32)
