@@ -94,9 +94,9 @@ def cells_of(size: str, asked: Sequence[CellName]) -> Sequence[str]:
 def size_config(size: str, cell: str, dtype: DtypeName) -> ModelConfig:
     """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
     if size in HGRN_SIZES:
-        return HgrnConfig(dtype=dtype, **HGRN_SIZES[size])
+        return HgrnConfig(dtype=dtype, **SIZES[size])
     return MinRnnConfig(
-        cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **MINRNN_SIZES[size]
+        cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **SIZES[size]
     )
 
 

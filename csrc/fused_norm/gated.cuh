@@ -2,7 +2,7 @@
 // behind a step, and silu(gate) * up of an MLP.
 #pragma once
 
-#include "../core/silu.cuh"
+#include "../cells/silu.cuh"
 #include "kernel.cuh"
 
 namespace minserve {

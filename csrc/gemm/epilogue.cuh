@@ -9,7 +9,7 @@
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
 #include "../core/gelu.cuh"
-#include "../core/silu.cuh"
+#include "../cells/silu.cuh"
 #include "../cells/dispatch.h"
 #include "args.h"
 #include "epilogue_operands.cuh"

@@ -2,7 +2,7 @@
 // channels of one token. A block always has the same units of the residual stream, and keeps them.
 #pragma once
 
-#include "../core/silu.cuh"
+#include "../cells/silu.cuh"
 #include "../core/vector_access.cuh"
 #include "../gemm/epilogue.cuh"
 #include "global_exchange.cuh"

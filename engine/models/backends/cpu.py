@@ -324,7 +324,7 @@ class CpuBackend:
         self, state: ModelState
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         cell, *windows = self._states
-        conv, i_conv, f_conv = (None if name is None else state[name] for name in windows)
+        conv, i_conv, f_conv = (None if name is None else state.get(name) for name in windows)
         return state[cell], conv, i_conv, f_conv
 
     def step_to_bests(self, rows: int) -> None:

@@ -1,7 +1,7 @@
 // SiLU, the gate of outputs and of SwiGLU.
 #pragma once
 
-#include "../cells/gates.h"
+#include "gates.h"
 
 namespace minserve {
 namespace cuda {
