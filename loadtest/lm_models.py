@@ -95,9 +95,7 @@ def size_config(size: str, cell: str, dtype: DtypeName) -> ModelConfig:
     """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
     if size in HGRN_SIZES:
         return HgrnConfig(dtype=dtype, **SIZES[size])
-    return MinRnnConfig(
-        cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **SIZES[size]
-    )
+    return MinRnnConfig(cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **SIZES[size])
 
 
 @torch.no_grad()
