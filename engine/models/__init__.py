@@ -1,4 +1,4 @@
-"""The models: cells (minGRU, minLSTM), the convolution and the language model around them.
+"""The models: families (minGRU and minLSTM, HGRN), their base, loading, and backends.
 
-Begin with minrnn/lm.py; minrnn/cell.py explains what a cell is.
+Begin with language_model.py, program.py says what backends compile, registry.py lists the families.
 """
