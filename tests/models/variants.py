@@ -25,20 +25,23 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "no-mlp": {"mlp_ratio": 0.0, "conv_kernel": 3},
     "expansion-1": {"expansion": 1.0, "out_projection": False, "mlp_ratio": 1.5},
 }
-# those that every kernel computes
-KERNEL_VARIANTS = [
-    pytest.param({"cell": cell, **options}, id=f"{cell}-{name}")
-    for cell in ("mingru", "minlstm")
-    for name, options in _OPTIONS.items()
-] + [
+# Options that each take a path of their own with HGRN's cell; the others run with the slow tests.
+_QUICK_WITH_HGRN = ("plain", "conv", "biases")
+VARIANTS = [
+    *(
+        pytest.param({"cell": cell, **options}, id=f"{cell}-{name}")
+        for cell in ("mingru", "minlstm")
+        for name, options in _OPTIONS.items()
+    ),
     pytest.param(
         {"cell": "minlstm", "normalize_gates": False, "conv_kernel": 3}, id="minlstm-own-gates"
-    )
-]
-VARIANTS = [
-    *KERNEL_VARIANTS,
+    ),
     *(
-        pytest.param({"cell": "hgrn", **options}, id=f"hgrn-{name}")
+        pytest.param(
+            {"cell": "hgrn", **options},
+            id=f"hgrn-{name}",
+            marks=() if name in _QUICK_WITH_HGRN else pytest.mark.slow,
+        )
         for name, options in _OPTIONS.items()
         if "candidate" not in options
     ),
