@@ -8,8 +8,9 @@ in place, and h [tokens, channels] is returned.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,17 +29,29 @@ from engine.ops import (
 )
 
 
-class CellOperators(ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOperators:
     """The operators of one cell.
 
-    `how` has its options, `per_channel` its channel parameters, fp32 [channels].
+    In their methods `how` has the cell's options, `per_channel` its channel parameters, fp32
+    [channels].
+
+    Args:
+        gates: columns of the pre-activations per channel, as in csrc/cells.
+        operators: scan, step and differentiable scan, which take the same last arguments.
+        arguments: these, from `how` and `per_channel`.
+        output_gate: the last gate is one of the output, after a norm (GatedNorm).
+        bounded: it reads a lower bound of the forget gate (Recurrence.lower_bound).
     """
 
-    gates: int  # columns of the pre-activations per channel, as in csrc/cells
-    output_gate = False  # the last of these gates the output, after a norm (GatedNorm)
-    bounded = False  # reads a lower bound of the forget gate (Recurrence.lower_bound)
+    gates: int
+    operators: tuple[
+        Callable[..., Tensor], Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]
+    ]
+    arguments: Callable[[Recurrence, Tensor | None], tuple[Any, ...]]
+    output_gate: bool = False
+    bounded: bool = False
 
-    @abstractmethod
     def scan(
         self,
         how: Recurrence,
@@ -49,8 +62,8 @@ class CellOperators(ABC):
         per_channel: Tensor | None = None,
     ) -> Tensor:
         """Read packed sequences, each from its state row."""
+        return self.operators[0](pre, cu_seqlens, state, slots, *self.arguments(how, per_channel))
 
-    @abstractmethod
     def step(
         self,
         how: Recurrence,
@@ -60,8 +73,8 @@ class CellOperators(ABC):
         per_channel: Tensor | None = None,
     ) -> Tensor:
         """Read one token of every sequence: `pre` has a row for each of `slots`."""
+        return self.operators[1](pre, state, slots, *self.arguments(how, per_channel))
 
-    @abstractmethod
     def train(
         self,
         how: Recurrence,
@@ -71,131 +84,33 @@ class CellOperators(ABC):
         per_channel: Tensor | None = None,
     ) -> Tensor:
         """Differentiable version of `scan`, from h0 [sequences, channels] (None: zeros)."""
+        return self.operators[2](pre, cu_seqlens, h0, *self.arguments(how, per_channel))[0]
 
 
-class MinGRU(CellOperators):
-    """h_t = (1 - z) h_{t-1} + z g(v), z = sigmoid(k); gates k | v (arXiv 2410.01201, 3.1)."""
-
-    gates = 2
-
-    def scan(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        cu_seqlens: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return mingru_scan(pre, cu_seqlens, state, slots, how.linear_candidate)
-
-    def step(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return mingru_step(pre, state, slots, how.linear_candidate)
-
-    def train(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        cu_seqlens: Tensor,
-        h0: Tensor | None,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return mingru_scan_train(pre, cu_seqlens, h0, how.linear_candidate)[0]
-
-
-class MinLSTM(CellOperators):
-    """h_t = f' h_{t-1} + i' g(v); gates f | i | v (arXiv 2410.01201, section 3.2).
-
-    With normalised gates f' = sigmoid(f) / (sigmoid(f) + sigmoid(i)) and i' = 1 - f'; without, f'
-    and i' are the sigmoids themselves.
-    """
-
-    gates = 3
-
-    def scan(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        cu_seqlens: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return minlstm_scan(
-            pre, cu_seqlens, state, slots, how.linear_candidate, how.normalize_gates
-        )
-
-    def step(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return minlstm_step(pre, state, slots, how.linear_candidate, how.normalize_gates)
-
-    def train(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        cu_seqlens: Tensor,
-        h0: Tensor | None,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return minlstm_scan_train(pre, cu_seqlens, h0, how.linear_candidate, how.normalize_gates)[0]
-
-
-class HGRN(CellOperators):
-    """h_t = f' h_{t-1} + (1 - f') silu(i), f' = lb + (1 - lb) sigmoid(f); gates i | f | g.
-
-    g gates the output (arXiv 2311.04823). lb are the channel parameters, or 0.
-    """
-
-    gates = 3
-    output_gate = True
-    bounded = True
-
-    def scan(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        cu_seqlens: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return hgrn_scan(pre, cu_seqlens, state, slots, per_channel)
-
-    def step(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        state: Tensor,
-        slots: Tensor,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return hgrn_step(pre, state, slots, per_channel)
-
-    def train(
-        self,
-        how: Recurrence,
-        pre: Tensor,
-        cu_seqlens: Tensor,
-        h0: Tensor | None,
-        per_channel: Tensor | None = None,
-    ) -> Tensor:
-        return hgrn_scan_train(pre, cu_seqlens, h0, per_channel)[0]
-
-
-CELLS: dict[str, CellOperators] = {"mingru": MinGRU(), "minlstm": MinLSTM(), "hgrn": HGRN()}
+CELLS: dict[str, CellOperators] = {
+    # h_t = (1 - z) h_{t-1} + z g(v), z = sigmoid(k); gates k | v (arXiv 2410.01201, section 3.1)
+    "mingru": CellOperators(
+        gates=2,
+        operators=(mingru_scan, mingru_step, mingru_scan_train),
+        arguments=lambda how, _: (how.linear_candidate,),
+    ),
+    # h_t = f' h_{t-1} + i' g(v); gates f | i | v (arXiv 2410.01201, section 3.2). Normalised, f' =
+    # sigmoid(f) / (sigmoid(f) + sigmoid(i)) and i' = 1 - f'; else they are the sigmoids.
+    "minlstm": CellOperators(
+        gates=3,
+        operators=(minlstm_scan, minlstm_step, minlstm_scan_train),
+        arguments=lambda how, _: (how.linear_candidate, how.normalize_gates),
+    ),
+    # h_t = f' h_{t-1} + (1 - f') silu(i), f' = lb + (1 - lb) sigmoid(f); gates i | f | g, of which
+    # g is the output's (arXiv 2311.04823). The channel parameters are lb, or 0.
+    "hgrn": CellOperators(
+        gates=3,
+        operators=(hgrn_scan, hgrn_step, hgrn_scan_train),
+        arguments=lambda _, per_channel: (per_channel,),
+        output_gate=True,
+        bounded=True,
+    ),
+}
 
 
 def lower_bounds_of(raw: Tensor | None, layers: int) -> Sequence[Tensor | None]:
