@@ -398,7 +398,7 @@ def test_bad_arguments_are_told() -> None:
         bound = torch.zeros(32, device="cuda")
         linear_step(x, None, EPS, weight, None, state, slots, "mingru", lower_bound=bound)
     wide = on_gpu(exact(192, 128, seed=1)), None, torch.zeros(4, 64, device="cuda"), slots, "hgrn"
-    with pytest.raises(RuntimeError, match="lower_bound must be float32"):
+    with pytest.raises(RuntimeError, match=r"lower_bound must be \[channels\] = \[64\]"):
         linear_step(x, None, EPS, *wide, lower_bound=torch.zeros(63, device="cuda"))
     with pytest.raises(RuntimeError, match="lower_bound must begin at a multiple of 16"):
         linear_step(x, None, EPS, *wide, lower_bound=torch.zeros(65, device="cuda")[1:])
