@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from engine.errors import ConfigError
+from service.text.documents import TextError as TextError
 from service.text.utf8_chunks import NotUtf8, Pieces
 
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from service.text.tokenizer import Tokenizer
 
 PIECE_BYTES = 1 << 18
-
-
-class TextError(ValueError):
-    """A file is not UTF-8 text."""
 
 
 def text_pieces(

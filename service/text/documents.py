@@ -1,0 +1,158 @@
+"""Documents: the texts of files and folders, whole or cut at end-of-text lines, one at a time.
+
+A document may begin with a header, as the books of a library do:
+
+    Title: Emma
+    Author: Jane Austen
+    Year: 1815
+
+that is lines `Name: value` and an empty line. What follows is its body.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+_HEADER = re.compile(r"(?:[^\n:]{1,64}: [^\n]*\n){1,16}\n")
+
+
+class TextError(ValueError):
+    """A file is not UTF-8 text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text: its header ("" if it has none) and the body behind it."""
+
+    header: str
+    body: str
+
+    @classmethod
+    def of(cls, text: str) -> Document:
+        """Split a text into header and body."""
+        found = _HEADER.match(text)
+        at = found.end() if found else 0
+        return cls(text[:at], text[at:])
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.header + self.body
+
+    @property
+    def first_line(self) -> str:
+        """The first line, by which a document is named."""
+        return self.text.partition("\n")[0].strip()
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """The bytes from `begin` to before `end` (None: to the end) of files read one after another."""
+
+    begin: int = 0
+    end: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ByteRange | None:
+        """Read "BEGIN:END", either of which may be left out; None if a text is no such range."""
+        found = re.fullmatch(r"(\d*):(\d*)", text)
+        if found is None or text == ":":
+            return None
+        begin, end = found.groups()
+        return cls(int(begin or 0), int(end) if end else None)
+
+
+def files_of(paths: Iterable[Path]) -> list[Path]:
+    """Return files as they are, and for folders all files in them, by name; hidden ones left out.
+
+    Raises ConfigError if a path does not exist or a folder has no file.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            if not path.exists():
+                raise ConfigError(f"{path}: there is no such file or folder", param="data")
+            files.append(path)
+            continue
+        found = sorted(
+            inner
+            for inner in path.rglob("*")
+            if inner.is_file()
+            and not any(part.startswith(".") for part in inner.relative_to(path).parts)
+        )
+        if not found:
+            raise ConfigError(f"{path}: the folder has no file", param="data")
+        files += found
+    return files
+
+
+def read_documents(
+    paths: Sequence[Path],
+    *,
+    separator: str | None = None,
+    within: ByteRange | None = None,
+) -> Iterator[Document]:
+    """Yield the documents of files and folders in order; those without any text are left out.
+
+    Args:
+        paths: files and folders (`files_of`).
+        separator: a line of this text ends a document, as the end of a file does; None: only that.
+        within: the part of all files' bytes to read. A file that is cut by it is read from or to
+            there; its cut must be between characters.
+
+    Raises:
+        ConfigError: a path does not exist, or `within` begins behind the last byte.
+        TextError: a file is not UTF-8.
+        OSError: a file cannot be read.
+    """
+    begin, end = (within.begin, within.end) if within else (0, None)
+    offset = 0  # of the file in all files' bytes
+    for path in files_of(paths):
+        size = path.stat().st_size
+        first = max(begin - offset, 0)
+        last = size if end is None else min(end - offset, size)
+        offset += size
+        if first >= last:
+            continue
+        with path.open("rb") as file:
+            file.seek(first)
+            data = file.read(last - first)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            at = first + error.start
+            raise TextError(f"{path}: not UTF-8 text: {error.reason} at byte {at:,}") from error
+        for document in _split(text, separator):
+            if document.strip():
+                yield Document.of(document)
+    if within is not None and begin >= offset:
+        raise ConfigError(f"the range begins at byte {begin:,}; the data has {offset:,}")
+
+
+def _split(text: str, separator: str | None) -> Iterator[str]:
+    if separator is None:
+        yield text
+        return
+    pattern = re.compile(rf"^{re.escape(separator)}[ \t]*\r?(?:\n|\Z)\n*", re.MULTILINE)
+    at = 0
+    for found in pattern.finditer(text):
+        yield text[at : found.start()]
+        at = found.end()
+    yield text[at:]
+
+
+def first_lines(path: Path) -> frozenset[str]:
+    """Read a list of documents' first lines, one a line; empty lines and `#` comments are left out.
+
+    Raises OSError, and ConfigError if it names none.
+    """
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    found = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not found:
+        raise ConfigError(f"{path}: names no document; allowed: first lines of documents")
+    return found
