@@ -19,7 +19,7 @@ import typer
 
 from engine.config import DtypeName, EngineConfig
 from engine.errors import ConfigError, EngineError
-from engine.training.recipe import Precision, Recipe, Schedule
+from engine.training.recipe import OptimizerName, Precision, Recipe, Schedule
 from service.terminal import console as terminal
 from service.terminal import options as options
 from service.terminal import text as terminal_text
@@ -166,8 +166,16 @@ def score(
 
 @app.command()
 def train(
-    data: options.Data,
-    out: options.Out,
+    data: options.Data = None,
+    out: options.Out = None,
+    tokens: options.Tokens = None,
+    valid: options.Valid = None,
+    test: options.Test = None,
+    header_every: options.HeaderEvery = 0,
+    tokenizer: options.TrainingTokenizer = None,
+    vocab_size: options.VocabSize = None,
+    end_of_text: options.EndOfText = "<|endoftext|>",
+    encode_only: options.EncodeOnly = False,
     cell: options.Cell = "mingru",
     layers: options.Layers = 3,
     d_model: options.Width = 384,
@@ -179,6 +187,11 @@ def train(
     steps: options.Steps = Recipe.steps,
     batch: options.Batch = Recipe.batch,
     window: options.Window = Recipe.window,
+    carry: options.Carry = Recipe.carry,
+    optimizer: Annotated[
+        OptimizerName,
+        typer.Option(help="muon: Muon for the layers' matrices and AdamW for the rest."),
+    ] = Recipe.optimizer,
     learning_rate: options.LearningRate = Recipe.learning_rate,
     schedule: Annotated[
         Schedule, typer.Option(help="How the learning rate changes after the warm-up.")
@@ -192,40 +205,87 @@ def train(
     dropout: options.Dropout = Recipe.dropout,
     ema: options.Ema = Recipe.ema,
     evaluate_every: options.EverySteps = Recipe.evaluate_every,
+    evaluate_tokens: options.EvaluateTokens = Recipe.evaluate_tokens,
     save_every: options.EverySteps = Recipe.save_every,
     seed: options.TrainingSeed = Recipe.seed,
     precision: Annotated[
         Precision, typer.Option(help="Precision of matrix products on a GPU.")
     ] = Recipe.precision,
     dtype: options.WrittenDtype = Recipe.dtype,
-    tokenizer: options.TrainingTokenizer = None,
-    end_of_text: options.EndOfText = "<|endoftext|>",
     sample_prompt: options.SamplePrompt = "\n",
+    card: options.CardText = None,
+    data_name: options.DataName = None,
     device: options.Device = "auto",
+    gpus: options.Gpus = 1,
     threads: options.Threads = None,
     compile: options.Compile = False,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Train a model on a text and write a folder that `minserve serve --model` loads.
+    """Train a model on texts and write a folder that `minserve serve --model` loads.
 
     The defaults are the paper's recipe for tinyshakespeare. Ctrl-C saves the run; the same
     command with --resume continues it.
     """
     given = dict(locals())
+    from engine.training import token_cache
+    from engine.training.ranks import Ranks
+    from service.terminal import corpus as texts
+    from service.terminal import train as run
+
+    if out is None and not encode_only:
+        raise ConfigError("--out is missing: the folder for the checkpoint")
+    cache = tokens or (None if out is None else out / run.TOKENS_FOLDER)
+    if cache is None:
+        raise ConfigError("--encode-only needs --tokens, the folder to write")
+    if not data and tokens is None:
+        raise ConfigError("--data is missing: the text to train on, or --tokens with a cache")
+    started = Ranks.local_rank() is not None  # one process of several
+    recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
+    if out is not None and not (resume or overwrite or encode_only or started):
+        run.check_folder(out)
+
+    def prepare() -> None:
+        if data:
+            corpus = texts.Corpus(
+                paths=data,
+                valid=valid,
+                test=test,
+                end_of_text=end_of_text,
+                header_every=header_every,
+                vocab_size=vocab_size,
+                tokenizer=tokenizer,
+            )
+            texts.prepare(corpus, cache)
+
+    if encode_only:
+        prepare()
+        token_cache.read(cache)
+        print(cache)
+        return
+    assert out is not None
+    if gpus != 1 and not started:
+        from service.terminal.launch import run_on_gpus
+
+        run.check_gpus(gpus, device, batch)
+        prepare()
+        raise typer.Exit(run_on_gpus(gpus))
+
     import torch
 
     from engine.device import resolve_device, usable_cpus
     from engine.models.minrnn.config import MinRnnConfig
-    from engine.training import data as training_data
-    from engine.training.tokenizer import byte_level_tokenizer
+    from engine.training.folder import Card
     from engine.training.trainer import Trainer
-    from service.terminal import train as run
 
-    recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
-    encoder = (
-        byte_level_tokenizer() if tokenizer is None else terminal_text.read_tokenizer(tokenizer)
-    )
+    place = resolve_device(EngineConfig(device=run.own_device(device)).device)
+    torch.set_num_threads(EngineConfig(threads=threads).threads or usable_cpus())
+    ranks = Ranks.join(place)
+    if ranks.first:
+        prepare()
+    ranks.of_first(None)  # the others wait for the cache
+    parts = token_cache.read(cache)
+    encoder = terminal_text.read_tokenizer(cache / token_cache.TOKENIZER)
     config = MinRnnConfig(
         cell=cell,
         vocab_size=encoder.get_vocab_size(),
@@ -242,24 +302,35 @@ def train(
     prompt = torch.tensor(encoder.encode(sample_prompt, add_special_tokens=False).ids)
     if prompt.numel() == 0:
         raise ConfigError("--sample-prompt is empty; allowed: at least one token")
-    place = resolve_device(EngineConfig(device=device).device)
-    torch.set_num_threads(EngineConfig(threads=threads).threads or usable_cpus())
-    ids = torch.frombuffer(terminal_text.encode_file(data, encoder), dtype=torch.int32).to(place)
-    split = training_data.split(ids, window=window, vocab_size=config.vocab_size)
-
-    if not (resume or overwrite):
-        run.check_folder(out)
-    trainer = Trainer(config, recipe, split, out, place, compile_model=compile)
+    about = "" if card is None else card.read_text(encoding="utf-8")
+    trainer = Trainer(
+        config,
+        recipe,
+        run.data_of(parts, window),
+        out,
+        place,
+        compile_model=compile,
+        ranks=ranks,
+    )
     run.begin(trainer, out, encoder, resume=resume)
-    terminal.note(
-        f"{cell}, {trainer.parameters:,} weights; {split.train.numel():,} tokens to train on, "
-        f"{split.test.numel():,} to test on; {trainer.device_name}"
-    )
+    if ranks.first:
+        sizes = ", ".join(f"{name} {len(part):,}" for name, part in trainer.data.parts.items())
+        terminal.note(
+            f"{cell}, {trainer.parameters:,} weights; tokens: {sizes}; {trainer.device_name}"
+            + (f" x {ranks.count}" if ranks.count > 1 else "")
+        )
     run.follow(trainer, steps)
-    told = run.write_results(
-        trainer, encoder, sample_prompt, prompt.to(place), data_name=data.name, seed=seed
-    )
-    print(f"{out}: {told}")
+    ranks.leave()
+    if ranks.first:
+        shown = Card(
+            data=data_name or ", ".join(path.name for path in data or [cache]),
+            command=terminal.command_for_others(),
+            prompt=sample_prompt,
+            sample="",
+            about=about,
+        )
+        told = run.write_results(trainer, encoder, shown, prompt.to(place), seed=seed)
+        print(f"{out}: {told}")
 
 
 @app.command()

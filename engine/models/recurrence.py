@@ -82,9 +82,12 @@ class CellOperators:
         cu_seqlens: Tensor,
         h0: Tensor | None,
         per_channel: Tensor | None = None,
-    ) -> Tensor:
-        """Differentiable version of `scan`, from h0 [sequences, channels] (None: zeros)."""
-        return self.operators[2](pre, cu_seqlens, h0, *self.arguments(how, per_channel))[0]
+    ) -> tuple[Tensor, Tensor]:
+        """Differentiable version of `scan`, from h0 [sequences, channels] (None: zeros).
+
+        Returns h [tokens, channels] and each sequence's last h [sequences, channels].
+        """
+        return self.operators[2](pre, cu_seqlens, h0, *self.arguments(how, per_channel))
 
 
 CELLS: dict[str, CellOperators] = {

@@ -15,7 +15,7 @@ class Point:
     step: int
     tokens: int  # trained on so far
     train_loss: float  # mean since the previous point, with dropout
-    test_loss: float  # loss of the weights as they would be written, see trainer.py
+    valid_loss: float  # loss of the weights as they would be written, see trainer.py
     learning_rate: float
     tokens_per_second: float  # since the previous point, including this evaluation
     seconds: float  # training time so far
@@ -37,7 +37,7 @@ class Curve:
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        return [Point(**json.loads(line)) for line in lines]
+        return [_point(line) for line in lines]
 
     def keep_until(self, step: int) -> None:
         """Remove points after `step`, which an interrupted run wrote after its last saved state.
@@ -49,16 +49,23 @@ class Curve:
         kept = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                point = Point(**json.loads(line))
-            except ValueError:
+                point = _point(line)
+            except (ValueError, TypeError):
                 continue
             if point.step <= step:
                 kept.append(line + "\n")
         self.path.write_text("".join(kept), encoding="utf-8")
 
 
+def _point(line: str) -> Point:
+    values = json.loads(line)
+    if "test_loss" in values:  # its name in earlier versions
+        values["valid_loss"] = values.pop("test_loss")
+    return Point(**values)
+
+
 def draw(points: Sequence[Point], title: str, path: Path) -> bool:
-    """Write the curves as a PNG of about 50 kB, with the best test loss marked.
+    """Write the curves as a PNG of about 50 kB, with the best validation loss marked.
 
     Returns False, and writes nothing, if matplotlib (the extra `train`) is not installed.
     """
@@ -70,7 +77,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    best = min(points, key=lambda point: point.test_loss)
+    best = min(points, key=lambda point: point.valid_loss)
     steps = [point.step for point in points]
     figure, axes = pyplot.subplots(figsize=(7.0, 4.0))
     axes.plot(
@@ -79,16 +86,16 @@ def draw(points: Sequence[Point], title: str, path: Path) -> bool:
         label="train (with dropout)",
         lw=1,
     )
-    axes.plot(steps, [point.test_loss for point in points], label="test", lw=1)
-    axes.plot([best.step], [best.test_loss], "o", ms=5, color="black")
+    axes.plot(steps, [point.valid_loss for point in points], label="validation", lw=1)
+    axes.plot([best.step], [best.valid_loss], "o", ms=5, color="black")
     axes.annotate(
-        f"best: {best.test_loss:.4f} at step {best.step}",
-        (best.step, best.test_loss),
+        f"best: {best.valid_loss:.4f} at step {best.step}",
+        (best.step, best.valid_loss),
         xytext=(0.5, 0.3),  # the middle of the upper half is usually free of curves
         textcoords="axes fraction",
         arrowprops={"arrowstyle": "-", "lw": 0.5},
     )
-    axes.set_ylim(min(point.train_loss for point in points) - 0.1, best.test_loss + 1.0)
+    axes.set_ylim(min(point.train_loss for point in points) - 0.1, best.valid_loss + 1.0)
     axes.set(xlabel="step", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,14 +1,15 @@
-"""The two test losses, in nats per scored token.
+"""The losses of a text, in nats per scored token.
 
 `windows_loss`: non-overlapping windows that cover the whole text, each read from the initial state,
 as in the paper's table and most others. `CarriedLoss`: the state is carried through the whole text,
-as in serving; handles a text of any length in constant memory.
+as in serving; handles a text of any length in constant memory. `streams_loss`: many states carried
+through parts of the text side by side, for evaluations while training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +19,13 @@ from torch.nn import functional
 
 from engine import ops
 from engine.models.language_model import LanguageModel
+from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 
-# Tokens that the carried loss reads at once, which bounds its memory. A multiple of SCAN_CHUNK,
-# like the pieces in which a server reads.
+# Tokens that the carried loss reads at once, which bounds its memory: multiples of SCAN_CHUNK, like
+# the pieces in which a server reads. A GPU needs more at once to be busy.
 CHUNK = 1024
+CHUNK_ON_GPU = 8192
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,41 @@ def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Ten
         yield ids[None, full:-1].long(), ids[None, full + 1 :].long()
 
 
+def sample(ids: Tensor, tokens: int, pieces: int) -> Tensor:
+    """Return about so many of ids [...], as `pieces` runs spread evenly over them; 0 = all."""
+    if not 0 < tokens < ids.numel():
+        return ids
+    length = max(1, tokens // pieces)
+    firsts = [index * ids.numel() // pieces for index in range(pieces)]
+    return torch.cat([ids[first : first + length] for first in firsts])
+
+
+@torch.inference_mode()
+def streams_loss(model: LM, ids: Tensor, *, window: int, batch: int, tokens: int = 0) -> Loss:
+    """Return the loss of ids [tokens] read as `batch` streams with carried states.
+
+    Each stream begins at the initial state. The ids are cut evenly into the streams, of which only
+    the first tokens are read if `tokens` limits how many there are in all. It approaches the loss
+    with one carried state as streams get longer, and takes a fraction of its time.
+    """
+    targets = ids.numel() - 1
+    batch = max(1, min(batch, targets // window))
+    length = targets // batch
+    firsts = torch.arange(batch, device=ids.device).unsqueeze(1) * length
+    if tokens:
+        length = max(1, min(length, tokens // batch))
+    state: Mapping[str, Tensor] = model.new_state(batch).named
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    for at in range(0, length, window):
+        time = min(window, length - at)
+        rows = ids[firsts + torch.arange(at, at + time + 1, device=ids.device)].long()
+        logits, state = model.read(rows[:, :-1], state)
+        total += functional.cross_entropy(
+            logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
+        ).double()
+    return Loss(float(total), batch * length)
+
+
 @torch.inference_mode()
 def windows_loss(model: LanguageModel, ids: Tensor, *, window: int, batch: int) -> Loss:
     """Return the loss over `covering_windows` of ids [tokens] of a model in evaluation mode."""
@@ -78,15 +116,16 @@ class Reader(Protocol):
 class CarriedLoss:
     """The loss of a text that is read through the serving path with one carried state.
 
-    It reads CHUNK tokens at a time, however the text is passed. The first token of the text is read
-    but not scored. `loss` is the loss so far; `finish` reads the rest of the last chunk. `state` is
-    of one sequence that has read nothing yet.
+    It reads CHUNK (on a GPU: CHUNK_ON_GPU) tokens at a time, however the text is passed. The first
+    token of the text is read but not scored. `loss` is the loss so far; `finish` reads the rest of
+    the last chunk. `state` is of one sequence that has read nothing yet.
     """
 
     def __init__(self, model: Reader, state: ModelState) -> None:
         self._model = model
         self._state = state
         self._device = state.tensors()[0].device
+        self._chunk = CHUNK_ON_GPU if self._device.type == "cuda" else CHUNK
         self._slots = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._unread = torch.empty(0, dtype=torch.int32, device=self._device)
         self._nats = 0.0
@@ -100,9 +139,9 @@ class CarriedLoss:
     def feed(self, ids: Tensor) -> None:
         """Add the next ids [tokens] of the text."""
         ids = torch.cat((self._unread, ids.to(self._device, torch.int32)))
-        while ids.numel() > CHUNK:
-            self._score(ids[: CHUNK + 1])
-            ids = ids[CHUNK:]
+        while ids.numel() > self._chunk:
+            self._score(ids[: self._chunk + 1])
+            ids = ids[self._chunk :]
         self._unread = ids
 
     def finish(self) -> Loss:

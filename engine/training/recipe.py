@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 
 Schedule = Literal["constant", "cosine"]
 Precision = Literal["bfloat16", "float32"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,12 @@ class Recipe:
     """How to train. Raises ConfigError, which names the field, for a value out of range."""
 
     steps: int = 5000
-    batch: int = 64  # windows per step
+    batch: int = 64  # windows per step, on all GPUs together
     window: int = 256  # tokens per window
+    # Probability that a window continues from where the last one of its row ended, with its state
+    # (truncated backpropagation through time); 0 = every window begins at the initial state.
+    carry: float = 0.0
+    optimizer: OptimizerName = "adamw"  # muon: for the layers' matrices, adamw for the rest
     learning_rate: float = 1e-3  # after the warm-up
     schedule: Schedule = "constant"
     warmup: int = 0  # steps over which the learning rate rises linearly from 0
@@ -36,6 +41,7 @@ class Recipe:
     dropout: float = 0.2
     ema: float = 0.0  # decay of the averaged weights that are evaluated and kept; 0 = no averaging
     evaluate_every: int = 25  # steps
+    evaluate_tokens: int = 0  # sample of the validation part for that, spread over it; 0 = all
     save_every: int = 1000  # steps between saves of the state that --resume reads
     seed: int = 0
     # Type of matrix products in a training step on CUDA; weights, optimizer and evaluation are
@@ -50,6 +56,7 @@ class Recipe:
             ("window", 1),
             ("warmup", 0),
             ("evaluate_every", 1),
+            ("evaluate_tokens", 0),
             ("save_every", 1),
             ("seed", 0),
         ):
@@ -61,6 +68,7 @@ class Recipe:
             ("beta2", 1.0),
             ("dropout", 1.0),
             ("ema", 1.0),
+            ("carry", 1.0),
         ):
             value = getattr(self, name)
             self._check(0 <= value < below, name, f"at least 0 and below {below:g}")
@@ -74,6 +82,7 @@ class Recipe:
         for name, allowed in (
             ("schedule", get_args(Schedule)),
             ("precision", get_args(Precision)),
+            ("optimizer", get_args(OptimizerName)),
             ("dtype", get_args(DtypeName)),
         ):
             self._check(getattr(self, name) in allowed, name, ", ".join(allowed))

@@ -37,17 +37,17 @@ class RunState:
 
     config: dict[str, Any]
     recipe: dict[str, Any]
-    data: str  # Split.fingerprint
+    data: str  # Data.fingerprint
     step: int
     seconds: float
-    loss_sum: Tensor  # sum of losses since the last evaluation, fp32 scalar
-    loss_steps: int
+    loss_steps: int  # since the last evaluation
     model: dict[str, Tensor]
     average: list[Tensor]
-    optimizer: dict[str, Any]
+    optimizers: list[dict[str, Any]]
     windows_generator: Tensor
-    cpu_generator: Tensor
-    cuda_generator: Tensor | None
+    windows_positions: Tensor
+    # of each process: its generators, carried states and sum of losses since the last evaluation
+    processes: list[dict[str, Any]]
     best: dict[str, Any] | None
 
     def save(self, folder: Path) -> None:
@@ -72,8 +72,10 @@ class RunState:
             raise CheckpointError(f"{path}: not the state of a training run")
         return cls(**values)
 
-    def check_same_run(self, config: MinRnnConfig, recipe: Recipe, data: str) -> None:
-        """Raise ConfigError unless the saved run has this config, recipe and data."""
+    def check_same_run(
+        self, config: MinRnnConfig, recipe: Recipe, data: str, processes: int
+    ) -> None:
+        """Raise ConfigError unless the saved run has this config, recipe, data and processes."""
         for saved, asked in (
             (self.config, asdict(config)),
             (self.recipe, asdict(recipe)),
@@ -88,3 +90,9 @@ class RunState:
                     )
         if self.data != data:
             raise ConfigError("the unfinished run was trained on other data", param="data")
+        if len(self.processes) != processes:
+            raise ConfigError(
+                f"the unfinished run was on {len(self.processes)} GPUs or processes, not "
+                f"{processes}; resume on as many",
+                param="gpus",
+            )

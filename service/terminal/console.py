@@ -111,6 +111,14 @@ def catch_interrupt() -> Iterator[Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
+def duration(seconds: float) -> str:
+    """Return a time for people: "45 s", "12 min", "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def command_to_resume() -> str:
     """Return the command that resumes the run of this command, `minserve train ...`."""
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]

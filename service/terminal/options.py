@@ -282,9 +282,63 @@ Echo = Annotated[bool, Option("--echo", help="Write the prompt first.")]
 Json = Annotated[bool, Option("--json", help="Print the figures as one JSON object.")]
 
 # train
-Data = Annotated[Path, Option(help="UTF-8 text to train on; its last tenth is the test text.")]
+Data = Annotated[
+    list[Path] | None,
+    Option(
+        help="UTF-8 text to train on: a file or a folder; may be given several times. Without "
+        "--valid its last tenth is not trained on, and chooses the best weights."
+    ),
+]
+Tokens = Annotated[
+    Path | None,
+    Option(
+        help="Folder of the token cache: the data is encoded into it once. With a cache that is "
+        "there, --data can be left out [in --out, until the run is finished]."
+    ),
+]
+Valid = Annotated[
+    str | None,
+    Option(
+        help="What chooses the best weights instead: BEGIN:END (bytes of the data), @FILE (first "
+        "lines of documents, one a line) or a path of other text."
+    ),
+]
+Test = Annotated[
+    str | None, Option(help="What is measured once, at the end; given like --valid [none].")
+]
+HeaderEvery = Annotated[
+    int,
+    Option(
+        help="Repeat a document's header (lines `Name: value` and an empty line at its beginning) "
+        "before stretches of about so many bytes; 0 = never."
+    ),
+]
+VocabSize = Annotated[
+    int | None,
+    Option(help="Train a byte-level BPE tokenizer with so many tokens on the data [no]."),
+]
+EncodeOnly = Annotated[
+    bool, Option("--encode-only", help="Only write the token cache in --tokens.")
+]
+Gpus = Annotated[int, Option(help="Train on so many GPUs of this machine.")]
+Carry = Annotated[
+    float,
+    Option(
+        help="Probability that a window continues where the last one of its row ended, with its "
+        "state; 0 = every window begins at the initial state."
+    ),
+]
+EvaluateTokens = Annotated[
+    int, Option(help="Tokens of the validation part to evaluate on while training; 0 = all.")
+]
+CardText = Annotated[
+    Path | None,
+    Option("--card", help="Markdown to put into the model card: data, licences, limits [none]."),
+]
+DataName = Annotated[str | None, Option(help="Name of the data in the model card [its path].")]
 Out = Annotated[
-    Path, Option(help="Folder for the checkpoint, and for the run's state until it is finished.")
+    Path | None,
+    Option(help="Folder for the checkpoint, and for the run's state until it is finished."),
 ]
 Cell = Annotated[CellName, Option(help="The recurrent cell.")]
 Layers = Annotated[int, Option(help="Number of layers.")]
@@ -323,7 +377,11 @@ TrainingTokenizer = Annotated[
     Path | None, Option(help="A tokenizer.json; without one, every byte is a token.")
 ]
 EndOfText = Annotated[
-    str, Option(help="The end-of-text token; without effect if the tokenizer does not have it.")
+    str,
+    Option(
+        help="The end-of-text token, read behind each document if the tokenizer has it; a line of "
+        "this text ends a document."
+    ),
 ]
 SamplePrompt = Annotated[
     str, Option(help="Prompt of the sample text in the checkpoint's README [a newline].")

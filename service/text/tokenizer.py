@@ -141,7 +141,8 @@ class Tokenizer:
         Raises InvalidRequest for text that UTF-8 cannot hold or the vocabulary has no tokens for.
         """
         data = _check_unicode(text)
-        if self._byte_ids is not None and not (parse_special and self._spelled):
+        parse_special = parse_special and self._spells_special(text)
+        if self._byte_ids is not None and not parse_special:
             return array("i", map(self._byte_ids.__getitem__, data))
         if parse_special and self._spelled:
             text = self._spelled.sub(lambda found: self._hidden[found[0]], text)
@@ -155,6 +156,34 @@ class Tokenizer:
         if marks and ends:
             ids.extend(self._end)
         return ids
+
+    def encode_pieces(
+        self, pieces: Sequence[str], *, parse_special: bool = False
+    ) -> list[array[int]]:
+        """Return the ids of each of the pieces into which a text was cut (see `last_cut`).
+
+        Tokens around the text are not added. Long texts are encoded on all cores. Raises what
+        `encode` raises.
+        """
+        special = parse_special and any(map(self._spells_special, pieces))
+        if special or self._byte_ids is not None or self._mid_library is not self._library:
+            return [
+                self.encode(piece, begins=number == 0, marks=False, parse_special=parse_special)
+                for number, piece in enumerate(pieces)
+            ]
+        for piece in pieces:
+            _check_unicode(piece)
+        try:
+            found = self._library.encode_batch_fast(list(pieces), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidRequest(
+                f"the model's tokenizer has no tokens for the text: {error}"
+            ) from error
+        return [array("i", encoding.ids) for encoding in found]
+
+    def _spells_special(self, text: str) -> bool:
+        """Whether a text spells out a special token."""
+        return self._spelled is not None and self._spelled.search(text) is not None
 
     def encode_template(self, text: str, mark: str = "") -> array[int]:
         """Return the token ids of a rendered chat template, without tokens around it.
@@ -222,7 +251,7 @@ class Tokenizer:
         Line and word ends are tried: CUT_CHARACTERS on both sides must have the same ids encoded
         separately and together.
         """
-        if self._byte_ids is not None and not (parse_special and self._spelled):
+        if self._byte_ids is not None and not (parse_special and self._spells_special(text)):
             return len(text)
         for place in places(text, len(text) - CUT_CHARACTERS):
             left = text[max(place - CUT_CHARACTERS, 0) : place]

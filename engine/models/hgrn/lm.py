@@ -132,7 +132,9 @@ class Layer(RecurrentLayer):
             convolved = [_convolve(pre[..., columns], taps) for _, columns, taps in convolutions]
             pre = torch.cat([*convolved, pre[..., 2 * self.inner :]], dim=-1)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
-        h = self.operators.train(self.recurrence, pre.flatten(0, 1), cu_seqlens, None, per_channel)
+        h, _ = self.operators.train(
+            self.recurrence, pre.flatten(0, 1), cu_seqlens, None, per_channel
+        )
         return self._close(x, pre, h.view(batch, time, -1))
 
     def program(self, per_channel: Tensor | None) -> LayerProgram:

@@ -89,14 +89,27 @@ class Cell(nn.Module):
         h = self.operators.step(self.recurrence, pre, state, slots, per_channel)
         return self._project(h, pre)
 
-    def forward(self, x: Tensor, per_channel: Tensor | None = None) -> Tensor:
-        """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
+    def forward(
+        self,
+        x: Tensor,
+        per_channel: Tensor | None = None,
+        before: Tensor | None = None,
+        fresh: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read x [batch, time, d_model], differentiably; return the same shape and the last h.
+
+        Each sequence goes on from its row of `before` [batch, inner], or from the initial state if
+        there is none or the sequence is `fresh` (bool [batch]). The last h is [batch, inner].
+        """
         batch, time, _ = x.shape
         pre = self.gates(x).flatten(0, 1)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
         h0 = None if self.initial is None else self.initial_state().expand(batch, -1)
-        h = self.operators.train(self.recurrence, pre, cu_seqlens, h0, per_channel)
-        return self._project(h.view(batch, time, -1), pre.view(batch, time, -1))
+        if before is not None:
+            first = torch.zeros_like(before) if h0 is None else h0
+            h0 = before if fresh is None else torch.where(fresh.unsqueeze(1), first, before)
+        h, last = self.operators.train(self.recurrence, pre, cu_seqlens, h0, per_channel)
+        return self._project(h.view(batch, time, -1), pre.view(batch, time, -1)), last
 
     def _project(self, h: Tensor, pre: Tensor) -> Tensor:
         """Gate h [..., inner] if the cell has an output gate, and project it."""

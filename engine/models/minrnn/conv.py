@@ -44,10 +44,24 @@ class CausalConv(nn.Module):
         y: Tensor = self.pointwise(conv_step(x, self.weight, self.bias, state, slots))
         return y
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Read x [batch, time, d_model], differentiably, every sequence from its beginning."""
+    def forward(
+        self, x: Tensor, before: Tensor | None = None, fresh: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read x [batch, time, d_model], differentiably; return the same shape and the last inputs.
+
+        Each sequence goes on from its row of `before` [batch, k - 1, d_model], or from its
+        beginning if there is none or the sequence is `fresh` (bool [batch]). The last inputs have
+        the shape of `before`.
+        """
         width, kernel = self.weight.shape
-        padded = functional.pad(x.transpose(1, 2), (kernel - 1, 0))  # [batch, d_model, time]
-        mixed = functional.conv1d(padded, self.weight.unsqueeze(1), self.bias, groups=width)
+        if before is None:
+            padded = functional.pad(x, (0, 0, kernel - 1, 0))
+        else:
+            if fresh is not None:
+                before = before.masked_fill(fresh.view(-1, 1, 1), 0)
+            padded = torch.cat((before.to(x.dtype), x), dim=1)  # [batch, k - 1 + time, d_model]
+        mixed = functional.conv1d(
+            padded.transpose(1, 2), self.weight.unsqueeze(1), self.bias, groups=width
+        )
         y: Tensor = self.pointwise(mixed.transpose(1, 2))
-        return y
+        return y, padded[:, padded.shape[1] - (kernel - 1) :]

@@ -79,10 +79,23 @@ class Layer(RecurrentLayer):
 
     def forward(self, x: Tensor, per_channel: Tensor | None) -> Tensor:
         """Read x [batch, time, d_model], differentiably, from the initial state."""
+        return self.read(x, per_channel, None, None)[0]
+
+    def read(
+        self,
+        x: Tensor,
+        per_channel: Tensor | None,
+        before: Mapping[str, Tensor] | None,
+        fresh: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read like `forward`, and return the state too; see `LM.read`."""
+        state, before = {}, before or {}
         if self.conv is not None:
-            x = x + self.dropout(self.conv(x))
-        x = x + self.dropout(self.cell(self.cell_norm(x), per_channel))
-        return x if self.mlp is None else x + self.dropout(self.mlp(x))
+            y, state["conv"] = self.conv(x, before.get("conv"), fresh)
+            x = x + self.dropout(y)
+        y, state["cell"] = self.cell(self.cell_norm(x), per_channel, before.get("cell"), fresh)
+        x = x + self.dropout(y)
+        return x if self.mlp is None else x + self.dropout(self.mlp(x)), state
 
     def program(self, per_channel: Tensor | None) -> LayerProgram:
         """Return the layer's stages."""
@@ -137,6 +150,37 @@ class LM(LanguageModel):
         """Compute logits differentiably, with dropout in training mode; see LanguageModel."""
         x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
         return self._read(x)
+
+    def read(
+        self, tokens: Tensor, before: Mapping[str, Tensor], fresh: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute logits differentiably, like `forward`, from given states.
+
+        Args:
+            tokens: int64 [batch, time].
+            before: each sequence's state: `cell` [layers, batch, inner] fp32, `conv` [layers,
+                batch, k - 1, d_model] (the tensors of a ModelState).
+            fresh: bool [batch]: sequences that begin at the initial state instead.
+
+        Returns:
+            Logits fp32 [batch, time, vocab_size], and the state behind the last token, like
+            `before`.
+        """
+        x: Tensor = self.dropout(self._embed(tokens))
+        after: list[dict[str, Tensor]] = []
+        layers = cast("Sequence[Layer]", self.layers)
+        for index, (layer, per_channel) in enumerate(
+            zip(layers, self.channel_parameters(), strict=True)
+        ):
+            own = {name: tensor[index] for name, tensor in before.items()}
+            x, state = layer.read(x, per_channel, own, fresh)
+            after.append(state)
+        hidden: Tensor = self.norm(x)
+        logits = self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:-1], -1)
+        return logits, {
+            name: torch.stack([state[name].to(tensor.dtype) for state in after])
+            for name, tensor in before.items()
+        }
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
         """Return each layer's lower bounds of the forget gate, fp32 [inner]; None: it has none."""

@@ -1,0 +1,100 @@
+"""Ranks: the processes of a run, one for each GPU, and what they tell each other.
+
+`torchrun` starts them and describes them by environment variables (RANK, LOCAL_RANK, WORLD_SIZE).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from engine.errors import ConfigError
+
+# Steps between two looks at whether one of the processes was asked to stop.
+STOP_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's number and how many there are."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> Ranks:
+        """Join the processes that torchrun has started; one process by itself has nothing to do.
+
+        On GPUs they speak through NCCL, else through Gloo. Raises RuntimeError (torch) if they do
+        not find each other.
+        """
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count == 1:
+            return cls()
+        if not torch.distributed.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            named = device if device.type == "cuda" else None
+            torch.distributed.init_process_group(backend, device_id=named)
+        return cls(torch.distributed.get_rank(), count)
+
+    @staticmethod
+    def local_rank() -> int | None:
+        """Return this process's number on its machine; None if torchrun has not started it."""
+        found = os.environ.get("LOCAL_RANK")
+        return None if found is None else int(found)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process evaluates, writes and reports."""
+        return self.rank == 0
+
+    def rows(self, batch: int) -> slice:
+        """Return the rows of a batch that this process reads. Raises ConfigError."""
+        if batch % self.count:
+            raise ConfigError(
+                f"batch is {batch}; allowed on {self.count} GPUs: multiples of {self.count}",
+                param="batch",
+            )
+        own = batch // self.count
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+    def mean(self, value: Tensor) -> float:
+        """Return the mean of a scalar over all processes."""
+        value = value.clone()
+        if self.count > 1:
+            torch.distributed.all_reduce(value)
+        return float(value) / self.count
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Return whether the flag is set in any process."""
+        if self.count == 1:
+            return flag
+        found = torch.tensor(int(flag), device=device)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        return bool(found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's value, in order."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def of_first(self, value: Any) -> Any:
+        """Return the first process's value."""
+        if self.count == 1:
+            return value
+        found = [value]
+        torch.distributed.broadcast_object_list(found)
+        return found[0]
+
+    def leave(self) -> None:
+        """Leave the other processes."""
+        if self.count > 1 and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
