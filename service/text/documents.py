@@ -11,6 +11,7 @@ that is lines `Name: value` and an empty line. What follows is its body.
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 
+END_OF_TEXT = "<|endoftext|>"  # the usual separator
 _HEADER = re.compile(r"(?:[^\n:]{1,64}: [^\n]*\n){1,16}\n")
 
 
@@ -138,12 +140,44 @@ def _split(text: str, separator: str | None) -> Iterator[str]:
     if separator is None:
         yield text
         return
-    pattern = re.compile(rf"^{re.escape(separator)}[ \t]*\r?(?:\n|\Z)\n*", re.MULTILINE)
+    pattern = re.compile(_separator_line(separator), re.MULTILINE)
     at = 0
     for found in pattern.finditer(text):
         yield text[at : found.start()]
         at = found.end()
     yield text[at:]
+
+
+def _separator_line(separator: str) -> str:
+    return rf"^{re.escape(separator)}[ \t]*\r?(?:\n|\Z)\n*"
+
+
+def document_ranges(path: Path, *, separator: str) -> Iterator[ByteRange]:
+    """Yield where a file's documents lie, without reading the file into memory.
+
+    `read_documents` of a range returns the document. Documents that are ASCII whitespace alone are
+    left out. Raises OSError.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if not size:
+            return
+        mark = separator.encode()
+        line = re.compile(_separator_line(separator).encode(), re.MULTILINE)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cuts: list[tuple[int, int]] = []
+            at = data.find(mark)  # many times as fast as a search for the whole line
+            while at >= 0:
+                found = line.match(data, at)
+                if found is not None:
+                    cuts.append(found.span())
+                at = data.find(mark, at + len(mark) if found is None else found.end())
+            found = None  # a match keeps the mapping open
+            begins = [0, *(end for _, end in cuts)]
+            ends = [*(begin for begin, _ in cuts), size]
+            for begin, end in zip(begins, ends, strict=True):
+                if data[begin:end].strip():
+                    yield ByteRange(begin, end)
 
 
 def first_lines(path: Path) -> frozenset[str]:

@@ -11,6 +11,7 @@ from service.text.documents import (
     ByteRange,
     Document,
     TextError,
+    document_ranges,
     files_of,
     first_lines,
     read_documents,
@@ -83,3 +84,17 @@ def test_a_list_of_first_lines(tmp_path: Path) -> None:
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="names no document"):
         first_lines(file)
+
+
+def test_ranges_are_those_of_the_documents(tmp_path: Path) -> None:
+    file = tmp_path / "books.txt"
+    text = f"é one\n{END}\n{HEADER}two {END} in a line\n\n{END} \r\n\n{END}\n\nthree{END}\n{END}"
+    file.write_bytes(text.encode())
+    parts = [document.text for document in read_documents([file], separator=END)]
+    ranges = list(document_ranges(file, separator=END))
+    assert len(parts) == 3
+    found = [doc.text for within in ranges for doc in read_documents([file], within=within)]
+    assert found == parts
+    assert next(document_ranges(file, separator=END)) == ranges[0]  # and no more of it is read
+    file.write_bytes(b"")
+    assert list(document_ranges(file, separator=END)) == []
