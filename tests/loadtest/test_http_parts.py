@@ -6,6 +6,7 @@ import asyncio
 import random
 from array import array
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from service.terminal.bench.client import Report, Workload
 from service.terminal.bench.connection import BadResponse, Connection, Server
 from service.terminal.bench.lengths import parse_lengths
 from service.terminal.bench.processes import split
+from service.terminal.bench.prompts import Passages, Unit
 from service.terminal.bench.request_bodies import RequestBodies, RequestOptions
 from service.terminal.bench.responses import Record, StreamedResponse, WholeResponse, unpack
 from service.terminal.bench.summary import parse_slo, summarize
@@ -84,6 +86,38 @@ def test_questions_repeat_with_their_seed() -> None:
     assert drawn != [other.draw() for _ in range(3)]
 
 
+STORM = "CHAPTER I\n\n" + "Rain — and wind." * 20
+CALM = "CHAPTER II\n\n" + "Nobody spoke.\n\n" * 20
+ESSAY = "A short essay.\n\nIt ends."
+HEADER = "Title: Storms\nAuthor: Nobody\n\n"
+
+
+@pytest.mark.parametrize(
+    ("unit", "passages"),
+    [
+        ("chapter", {STORM, CALM.strip(), ESSAY}),
+        ("book", {f"{HEADER}{STORM}\n\n{CALM}".strip(), ESSAY}),
+        (
+            "paragraph",
+            {"CHAPTER I", STORM[11:], "CHAPTER II", "Nobody spoke."} | {*ESSAY.split("\n\n")},
+        ),
+    ],
+)
+def test_prompts_are_the_passages_of_books(tmp_path: Path, unit: Unit, passages: set[str]) -> None:
+    (tmp_path / "a.txt").write_text(f"{HEADER}{STORM}\n\n{CALM}<|endoftext|>\n\n<|endoftext|>\n")
+    (tmp_path / "b.txt").write_text(f"{ESSAY}\n")
+    found, choice = Passages([tmp_path], unit), random.Random(0)
+    assert {found.draw(choice) for _ in range(400)} == passages
+    first, again = random.Random(3), random.Random(3)
+    assert [found.draw(first) for _ in range(9)] == [found.draw(again) for _ in range(9)]
+
+
+def test_books_without_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\n\n")
+    with pytest.raises(ValueError, match="no text"):
+        Passages([tmp_path], "chapter")
+
+
 def test_shares_hold_every_arrival_once() -> None:
     whole = Workload("http://x", ASKED, {}, 1.0, 0, due=[0.1 * i for i in range(7)], most_at_once=5)
     parts = split(whole, 3)
@@ -135,6 +169,18 @@ def test_what_was_not_measured_is_neither_kept_nor_missed() -> None:
     assert goodput["requests_per_second"] == pytest.approx(1 / 0.5)
     nothing = summarize([Report(records[3:])], parse_slo("tpot=9s"))["goodput"]
     assert (nothing["share"], nothing["not_measured"]) == (0, 1)
+
+
+def test_prompts_of_answered_requests_are_counted() -> None:
+    counted = {"prompt_bytes": 50, "prompt_tokens": 40, "cached_tokens": 8, "prompts": 2}
+    records = [
+        _record(0.0, 0.1, 0.5, [], **counted),
+        _record(0.0, 0.1, 2.0, [], **counted),
+        _record(0.0, 0.1, 0.5, [], **counted, outcome="413 body_too_large"),
+    ]
+    summary = summarize([Report(records)])
+    assert summary["prompts"] == {"count": 4, "bytes": 100, "tokens": 80, "cached_tokens": 16}
+    assert summary["prompt_tokens_per_second"] == pytest.approx(80 / 2)
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=200", "x=2s", "ttft=ms"])

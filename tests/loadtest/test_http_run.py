@@ -60,6 +60,36 @@ def test_every_kind_of_request_is_counted(
     assert set(summary["latency_ms"]["e2e"]) == {"mean", "p50", "p90", "p99", "p99.9"}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--no-stream", "--batch", "2"),
+        ("--endpoint", "completions", "--batch", "2"),
+        ("--endpoint", "completions", "--no-stream"),
+        ("--endpoint", "score"),
+        ("--prompt-unit", "book", "--batch", "2"),
+        ("--prompt-unit", "paragraph", "--processes", "2"),
+    ],
+)
+def test_prompts_from_books_are_counted_as_the_server_does(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("I\n\n" + "Rain.\n\n" * 40 + "II\n\n" + "Wind.\n\n" * 40)
+    asked = ("--requests", "6", "--rate", "200", "--output-length", "3", "--prompts", str(book))
+    summary = _run(tmp_path, url, *asked, *options)
+    prompts = summary["prompts"]
+    assert summary["outcomes"] == {"ok": 6}
+    assert prompts["count"] == 6 * (2 if "--batch" in options else 1)
+    assert prompts["tokens"] == prompts["bytes"] > 0  # the tokenizer's tokens are bytes
+    assert summary["prompt_tokens_per_second"] * summary["seconds"] == pytest.approx(
+        prompts["tokens"]
+    )
+    assert f"{prompts['bytes']:,} bytes, {prompts['tokens']:,} tokens" in capsys.readouterr().out
+    assert summary["run"]["prompts"] == str(book) and "prompt_length" not in summary["run"]
+
+
 def test_old_records_are_not_looked_through_while_a_run_lasts(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +155,14 @@ def test_two_runs_are_compared(
     capsys.readouterr()
     assert main(["--compare", str(figures), str(figures)]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
-    assert rows and "1.000" in rows[0]
+    assert len(rows) == 2 and all("1.000" in row for row in rows)
+    saved = json.loads(figures.read_text())
+    del saved["prompt_tokens_per_second"]  # as in a run of an earlier version
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps(saved))
+    assert main(["--compare", str(older), str(figures)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert len(rows) == 1 and "1.000" in rows[0]
 
 
 def test_a_sweep_ends_at_a_rate_or_says_that_there_is_none(
@@ -161,6 +198,10 @@ def test_a_sweep_takes_no_rate_that_the_client_limited(
         ("--slo", "e2e"),
         ("--prompt-length", "0"),
         ("--data", "/nonexistent"),
+        ("--prompts", "/nonexistent"),
+        ("--prompts", __file__, "--prompt-length", "8"),
+        ("--prompts", __file__, "--data", __file__),
+        ("--prompt-unit", "book"),
         ("--requests", "0"),
         ("--sweep", "1:2"),
         ("--processes", "0"),

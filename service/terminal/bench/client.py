@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from service.terminal.bench.connection import BadResponse, Connection, Server
-from service.terminal.bench.request_bodies import PATHS, RequestBodies, RequestOptions
+from service.terminal.bench.request_bodies import PATHS, Body, RequestBodies, RequestOptions
 from service.terminal.bench.responses import Record, StreamedResponse, WholeResponse
 
 try:
@@ -61,14 +61,15 @@ class _Client:
     def now(self) -> float:
         return time.monotonic() - self._start
 
-    async def send(self, body: bytes, due: float) -> None:
+    async def send(self, body: Body, due: float) -> None:
         """Send one request and record its answer."""
         workload = self._workload
         record = Record(due=due, sent=self.now(), prompts=workload.asked.batch)
+        record.prompt_bytes = body.prompt_bytes
         self.records.append(record)
         whole = WholeResponse()
         answer = StreamedResponse(self._start) if workload.asked.streams else whole
-        request = self._server.request(self._path, body)
+        request = self._server.request(self._path, body.data)
         connection: Connection | None = None
 
         def take(data: bytes) -> None:
@@ -107,7 +108,7 @@ class _Client:
     async def open_loop(self, bodies: RequestBodies) -> None:
         room = asyncio.Semaphore(self._workload.most_at_once or 1 << 30)
 
-        async def one(body: bytes, due: float) -> None:
+        async def one(body: Body, due: float) -> None:
             async with room:
                 await self.send(body, due)
 

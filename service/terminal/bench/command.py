@@ -27,7 +27,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     reports = run(workload_of(args), args.processes)
     summary = summarize(reports, parse_slo(args.slo) if args.slo else None)
     summary["run"] = {
-        name: str(value)
+        name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
         for name, value in vars(args).items()
         if value is not None and name not in SILENT
     }

@@ -10,9 +10,13 @@ from typing import Any
 from service.terminal.bench.arrivals import schedule
 from service.terminal.bench.client import Workload
 from service.terminal.bench.lengths import parse_lengths
+from service.terminal.bench.prompts import UNITS
 from service.terminal.bench.request_bodies import PATHS, RequestOptions
 from service.terminal.bench.summary import Slo, parse_slo
+from service.text.documents import END_OF_TEXT
+from service.text.passages import STRETCH
 
+PROMPT_LENGTH = "uniform:16:512"
 LENGTHS = "64, uniform:16:512 or lognormal:MEDIAN:SIGMA:MOST"
 
 
@@ -80,13 +84,28 @@ def parser() -> argparse.ArgumentParser:
     )
     asked.add_argument(
         "--prompt-length",
-        default="uniform:16:512",
-        help=f"prompt length in characters, with --ids in tokens: {LENGTHS} (default: %(default)s)",
+        help=f"prompt length in characters, with --ids in tokens: {LENGTHS} "
+        f"(default: {PROMPT_LENGTH})",
     )
     asked.add_argument(
         "--output-length",
         default="64",
         help=f"answer length in tokens: {LENGTHS} (default: %(default)s)",
+    )
+    asked.add_argument(
+        "--prompts",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="files and folders of books; prompts are their passages, with the lengths that these "
+        f"have. Lines {END_OF_TEXT} part the books of a file",
+    )
+    asked.add_argument(
+        "--prompt-unit",
+        choices=UNITS,
+        help="passages of --prompts. chapter: begins at a heading; where a book has none, about "
+        f"{STRETCH:,} characters up to a paragraph's end. book: with its header "
+        "(default: chapter)",
     )
     asked.add_argument("--data", type=Path, help="text file to cut prompts from")
     asked.add_argument("--lines", type=Path, help="text file with one prompt per line")
@@ -162,8 +181,21 @@ def _check_measured(slo: Slo, asked: RequestOptions) -> None:
 
 def workload_of(args: argparse.Namespace) -> Workload:
     """Return the workload of the options, for all processes together. Raises ValueError."""
-    if sum(source is not None for source in (args.data, args.lines, args.ids)) > 1:
-        raise ValueError("several of --data, --lines and --ids are given; allowed: one of them")
+    sources = (args.prompts, args.data, args.lines, args.ids)
+    if sum(source is not None for source in sources) > 1:
+        raise ValueError(
+            "several of --prompts, --data, --lines and --ids are given; allowed: one of them"
+        )
+    if args.prompts is not None and args.prompt_length is not None:
+        raise ValueError(
+            "--prompt-length is given with --prompts, whose passages have their own lengths; "
+            "allowed: one of them (--prompt-unit chooses the passages)"
+        )
+    if args.prompts is None:
+        if args.prompt_unit is not None:
+            raise ValueError("--prompt-unit is given without --prompts")
+        if args.prompt_length is None:
+            args.prompt_length = PROMPT_LENGTH  # here, for a saved run to have it
     if args.requests is not None and args.seconds is not None:
         raise ValueError("--requests and --seconds are both given; allowed: one of them")
     for name in ("requests", "seconds", "max_concurrency", "ids", "timeout"):
@@ -175,8 +207,10 @@ def workload_of(args: argparse.Namespace) -> Workload:
         endpoint=args.endpoint,
         stream=not args.no_stream,
         batch=args.batch,
-        prompt_lengths=parse_lengths(args.prompt_length),
+        prompt_lengths=parse_lengths(PROMPT_LENGTH if args.prompts else args.prompt_length),
         answer_lengths=parse_lengths(args.output_length),
+        books=tuple(args.prompts or ()),
+        unit=args.prompt_unit or "chapter",
         text=args.data,
         lines=args.lines,
         vocabulary=args.ids,

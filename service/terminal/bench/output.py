@@ -12,6 +12,7 @@ RATES = {
     "requests_per_second": "requests/s",
     "prompts_per_second": "prompts/s",
     "tokens_per_second": "tokens/s",
+    "prompt_tokens_per_second": "prompt tokens/s",
 }
 
 
@@ -27,6 +28,11 @@ def print_summary(summary: dict[str, Any]) -> None:
         print_table("latency from the intended send time, ms", ["series", *columns], rows)
     rates = ", ".join(f"{summary[name]:,.1f} {title}" for name, title in RATES.items())
     print(f"{rates} over {summary['seconds']:.1f} s")
+    prompts = summary["prompts"]
+    print(
+        f"{prompts['count']:,} prompts answered: {prompts['bytes']:,} bytes, {prompts['tokens']:,} "
+        f"tokens, {prompts['cached_tokens']:,} of them from the prefix cache"
+    )
     counts = ", ".join(f"{count} {outcome}" for outcome, count in summary["outcomes"].items())
     print(f"{summary['requests']} requests: {counts}")
     for outcome, message in summary["messages"].items():
@@ -58,6 +64,8 @@ def print_comparison(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Print the figures that both runs have, and the second divided by the first."""
     rows = []
     for name, title in RATES.items():
+        if name not in first or name not in second:
+            continue  # a run saved before this rate was measured
         rows.append(_row(title, first[name], second[name]))
     if "goodput" in first and "goodput" in second:
         name = "requests_per_second"

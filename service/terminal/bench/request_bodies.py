@@ -6,12 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from service.terminal.bench.lengths import Lengths
-from service.terminal.bench.prompts import Text
+from service.terminal.bench.prompts import Passages, Text, Unit
 
 Endpoint = Literal["generate", "score", "completions"]
 PATHS: dict[Endpoint, str] = {
@@ -30,6 +30,8 @@ class RequestOptions:
     endpoint: Endpoint = "generate"
     stream: bool = True
     batch: int = 1  # prompts of one request
+    books: tuple[Path, ...] = ()  # files and folders whose passages are the prompts; or
+    unit: Unit = "chapter"  # of their passages
     text: Path | None = None  # a text file to cut prompts from; or
     lines: Path | None = None  # a text file with one prompt per line; or
     vocabulary: int | None = None  # prompts are token ids below this number
@@ -41,6 +43,13 @@ class RequestOptions:
     def streams(self) -> bool:
         """Whether the requests ask for streams."""
         return self.stream and self.endpoint != "score"
+
+
+class Body(NamedTuple):
+    """A request's body."""
+
+    data: bytes
+    prompt_bytes: int  # of its prompts in UTF-8; 0 for token ids
 
 
 class RequestBodies:
@@ -64,10 +73,13 @@ class RequestBodies:
             if not lines:
                 raise ValueError(f"{asked.lines} has no lines")
             return lambda: choice.choice(lines)
+        if asked.books:
+            passages = Passages(asked.books, asked.unit)
+            return lambda: passages.draw(choice)
         text = Text(asked.text)
         return lambda: text.cut(lengths.draw(choice), choice)
 
-    def draw(self) -> bytes:
+    def draw(self) -> Body:
         """Return the next body."""
         asked = self._asked
         prompts = [self._prompt() for _ in range(asked.batch)]
@@ -89,4 +101,5 @@ class RequestBodies:
                 body |= {"prompt": prompts if len(prompts) > 1 else prompts[0]}
                 if asked.stream:
                     body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return msgspec.json.encode(body | (asked.extra or {}))
+        size = sum(len(prompt.encode()) for prompt in prompts if isinstance(prompt, str))
+        return Body(msgspec.json.encode(body | (asked.extra or {})), size)

@@ -21,6 +21,9 @@ class Record(msgspec.Struct, array_like=True):
     gaps: bytes = b""  # packed doubles: seconds between the events of one prompt's answer
     per_token: bytes = b""  # packed doubles: mean seconds per token after the first, by prompt
     message: str = ""  # the server's error message
+    prompt_bytes: int = 0  # of text prompts, in UTF-8
+    prompt_tokens: int = 0  # by the server's count
+    cached_tokens: int = 0  # of these, not computed again: the prefix cache had their state
 
     @property
     def ok(self) -> bool:
@@ -51,8 +54,19 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+    @property
+    def cached(self) -> int:
+        details = self.prompt_tokens_details
+        return (details.cached_tokens or 0) if details else 0
 
 
 class _Frame(msgspec.Struct):
@@ -94,6 +108,7 @@ class StreamedResponse:
         self._latest: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self._total: int | None = None  # tokens by the server's count; some may have no text
+        self._usage: dict[int, _Usage] = {}  # by prompt; OpenAI's is of all prompts
         self._gaps = array("d")
         self._done = False
         self._failed = False
@@ -115,8 +130,10 @@ class StreamedResponse:
     def _frame(self, frame: _Frame, now: float) -> None:
         if frame.error is not None:
             self._failed = True
-        if frame.usage is not None and not frame.choices and frame.token_ids is None:
-            self._total = frame.usage.completion_tokens  # OpenAI's last event
+        if frame.usage is not None and not frame.choices:
+            self._usage[frame.index] = frame.usage
+            if frame.token_ids is None:
+                self._total = frame.usage.completion_tokens  # OpenAI's last event
         if frame.token_ids:
             self._note(frame.index, len(frame.token_ids), now)
         for choice in frame.choices:
@@ -135,6 +152,8 @@ class StreamedResponse:
         """Fill in the record; its outcome only if it is "ok" so far."""
         record.first = min(self._began.values(), default=None)
         record.tokens = sum(self._tokens.values()) if self._total is None else self._total
+        record.prompt_tokens = sum(usage.prompt_tokens for usage in self._usage.values())
+        record.cached_tokens = sum(usage.cached for usage in self._usage.values())
         record.gaps = self._gaps.tobytes()
         record.per_token = array(
             "d",
@@ -168,8 +187,10 @@ class WholeResponse:
             return
         try:
             answer = msgspec.json.decode(self._body)
-            if "usage" in answer and "completion_tokens" in answer["usage"]:
-                record.tokens = answer["usage"]["completion_tokens"]
+            if "usage" in answer:
+                usage = msgspec.convert(answer["usage"], _Usage)
+                record.tokens = usage.completion_tokens
+                record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached
             for result in answer.get("results", []):
                 if "error" in result:
                     record.outcome = "error in a result"

@@ -108,6 +108,13 @@ def summarize(reports: Sequence[Report], slo: Slo | None = None) -> dict[str, An
         "requests_per_second": len(served) / seconds,
         "prompts_per_second": sum(record.prompts for record in served) / seconds,
         "tokens_per_second": sum(record.tokens for record in served) / seconds,
+        "prompt_tokens_per_second": sum(record.prompt_tokens for record in served) / seconds,
+        "prompts": {
+            "count": sum(record.prompts for record in served),
+            "bytes": sum(record.prompt_bytes for record in served),
+            "tokens": sum(record.prompt_tokens for record in served),
+            "cached_tokens": sum(record.cached_tokens for record in served),
+        },
         "outcomes": dict(Counter(record.outcome for record in records).most_common()),
         "messages": _messages(records),
         "latency_ms": {name: figures(values) for name, values in series(records).items() if values},
