@@ -49,8 +49,11 @@ class Report:
     busy: float = 0.0  # share of a core that the process used
 
 
-class _Client:
+class Client:
+    """Sends requests of a workload and records their answers; `now` counts from `start`."""
+
     def __init__(self, workload: Workload, start: float) -> None:
+        """`start`: a time.monotonic."""
         self._workload = workload
         self._start = start
         self._server = Server(workload.url, workload.headers)
@@ -59,10 +62,11 @@ class _Client:
         self.records: list[Record] = []
 
     def now(self) -> float:
+        """Return the seconds from the start."""
         return time.monotonic() - self._start
 
     async def send(self, body: Body, due: float) -> None:
-        """Send one request and record its answer."""
+        """Send one request and record its answer in `records`."""
         workload = self._workload
         record = Record(due=due, sent=self.now(), prompts=workload.asked.batch)
         record.prompt_bytes = body.prompt_bytes
@@ -106,6 +110,7 @@ class _Client:
                     self._idle.append(connection)
 
     async def open_loop(self, bodies: RequestBodies) -> None:
+        """Send a request at each of the workload's times."""
         room = asyncio.Semaphore(self._workload.most_at_once or 1 << 30)
 
         async def one(body: Body, due: float) -> None:
@@ -119,6 +124,7 @@ class _Client:
                 tasks.create_task(one(body, due))
 
     async def closed_loop(self, bodies: RequestBodies) -> None:
+        """Send the requests of the workload's users."""
         left = self._workload.count
 
         async def user() -> None:
@@ -136,6 +142,7 @@ class _Client:
                 tasks.create_task(user())
 
     def close(self) -> None:
+        """Close the idle connections."""
         for connection in self._idle:
             connection.close()
 
@@ -147,7 +154,7 @@ async def _watch(late: array[float]) -> None:
         late.append(max(0.0, time.monotonic() - begun - LOOK_SECONDS))
 
 
-async def _drive(workload: Workload, bodies: RequestBodies, client: _Client) -> Report:
+async def _drive(workload: Workload, bodies: RequestBodies, client: Client) -> Report:
     await asyncio.sleep(max(0.0, -client.now()))
     late: array[float] = array("d")
     watch = asyncio.create_task(_watch(late))
@@ -171,7 +178,7 @@ def drive(workload: Workload, start: Callable[[], float]) -> Report:
     """
     bodies = RequestBodies(workload.asked, workload.seed)
     with _young_garbage_alone():
-        client = _Client(workload, start())
+        client = Client(workload, start())
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_drive(workload, bodies, client))
 

@@ -175,7 +175,7 @@ class WholeResponse:
     """Parses an answer that is not streamed and counts its tokens."""
 
     def __init__(self) -> None:
-        self._body = b""
+        self._body = bytearray()  # a score has some 40 bytes per token of its text
 
     def take(self, data: bytes) -> None:
         """Take a part of the body."""
