@@ -224,7 +224,10 @@ async def send_book(
 async def measure(
     url: str, args: argparse.Namespace, memory: Callable[[], int] | None
 ) -> dict[str, Any]:
-    """Return all figures. Raises OSError and ValueError for files that cannot be used."""
+    """Return all figures. Raises OSError and ValueError for files and options of no use."""
+    for name in ("rate", "seconds", "count", "max_tokens"):
+        if getattr(args, name) <= 0:
+            raise ValueError(f"--{name.replace('_', '-')}: allowed: above 0")
     found = places(args.paths)
     chosen = longest(found, args.count, args.most_bytes)
     short = Short(url, args)

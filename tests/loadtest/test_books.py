@@ -105,7 +105,7 @@ def test_what_is_lost_is_judged(library: Path, capsys: pytest.CaptureFixture[str
     assert not judged("ok", alone=bad) and not judged("ok", beside=bad)
 
 
-@pytest.mark.parametrize("options", [("--most-bytes", "1"), ("--url", "nowhere")])
+@pytest.mark.parametrize("options", [("--most-bytes", "1"), ("--url", "nowhere"), ("--rate", "0")])
 def test_what_cannot_be_measured_is_one_line(
     library: Path, url: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
