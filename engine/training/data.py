@@ -149,7 +149,7 @@ class Windows:
 
     Every row of a batch is a stream. With probability `carry` its next window continues where its
     last one ended; otherwise it begins anew, at one of the part's `starts`, or anywhere if these
-    are unknown or `carry` is 0. With `carry` 0 all windows are drawn uniformly over all positions.
+    are fewer than the rows or `carry` is 0. With `carry` 0 all windows are drawn uniformly over all positions.
 
     Args:
         part: the ids to read.
@@ -179,7 +179,9 @@ class Windows:
         self._rows = rows or slice(None)
         self._device = torch.device(device)
         self._ends = len(part) - window  # positions from here on leave no whole window
-        starts = part.starts[part.starts < self._ends] if carry else part.starts[:0]
+        starts = part.starts[part.starts < self._ends]
+        if not carry or len(starts) < batch:
+            starts = starts[:0]
         self._starts = torch.from_numpy(starts.astype(np.int64))
         self._offsets = np.arange(window + 1)
         self.generator = torch.Generator().manual_seed(seed)
