@@ -1,15 +1,16 @@
 """The losses of a text, in nats per scored token.
 
 `windows_loss`: non-overlapping windows that cover the whole text, each read from the initial state,
-as in the paper's table and most others. `CarriedLoss`: the state is carried through the whole text,
-as in serving; handles a text of any length in constant memory. `streams_loss`: many states carried
-through parts of the text side by side, for evaluations while training.
+as in the paper's table and most others; `served_windows` reads the same through the serving path,
+each from a given state. `CarriedLoss`: the state is carried through the whole text, as in serving;
+handles a text of any length in constant memory. `streams_loss`: many states carried through parts
+of the text side by side, for evaluations while training.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +26,10 @@ from engine.models.state import ModelState
 # Tokens that the carried loss reads at once, which bounds its memory: multiples of SCAN_CHUNK, like
 # the pieces in which a server reads. A GPU needs more at once to be busy.
 CHUNK = 1024
-CHUNK_ON_GPU = 8192
+CHUNK_ON_GPU = 8 * CHUNK
+# Most tokens of all windows that `served_windows` reads at once, and most windows.
+WINDOWS_TOKENS = 8 * CHUNK
+MOST_WINDOWS = 256
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Loss:
     def per_token(self) -> float:
         """Nats per scored token; NaN if there is none."""
         return self.nats / self.tokens if self.tokens else math.nan
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(self.nats + other.nats, self.tokens + other.tokens)
 
 
 def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -116,14 +123,32 @@ class Reader(Protocol):
 class CarriedLoss:
     """The loss of a text that is read through the serving path with one carried state.
 
-    It reads CHUNK (on a GPU: CHUNK_ON_GPU) tokens at a time, however the text is passed. The first
-    token of the text is read but not scored. `loss` is the loss so far; `finish` reads the rest of
-    the last chunk. `state` is of one sequence that has read nothing yet.
+    It reads CHUNK (on a GPU: CHUNK_ON_GPU) tokens at a time, however the text is passed. `loss` is
+    the loss so far; `finish` reads the rest of the last chunk. The last token of the text is scored
+    but not read.
     """
 
-    def __init__(self, model: Reader, state: ModelState) -> None:
+    def __init__(
+        self,
+        model: Reader,
+        state: ModelState,
+        *,
+        unscored: int = 1,
+        each: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            model: reads the text.
+            state: of one sequence that has read nothing yet; updated in place.
+            unscored: how many of the text's first tokens are read but not scored; at least 1.
+            each: gets the nats of each scored token, in order, fp32 [tokens] on the device, at most
+                a chunk at a time.
+        """
         self._model = model
         self._state = state
+        self._skipped = unscored - 1  # of the predictions to come
+        self._each = each
         self._device = state.tensors()[0].device
         self._chunk = CHUNK_ON_GPU if self._device.type == "cuda" else CHUNK
         self._slots = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -156,10 +181,66 @@ class CarriedLoss:
         """Read all but the last of ids, and score all but the first."""
         bounds = torch.tensor([0, ids.numel() - 1], dtype=torch.int32, device=self._device)
         hidden = self._model.prefill(ids[:-1], bounds, self._state, self._slots)
-        logits = self._model.logits(hidden).float()  # [tokens, vocab]
-        logprobs = ops.read_reports(ops.target_logprobs(logits, ids[1:].long())).chosen
-        self._nats -= float(logprobs.double().sum())
-        self._tokens += logprobs.numel()
+        skipped = min(self._skipped, ids.numel() - 1)
+        self._skipped -= skipped
+        if skipped == ids.numel() - 1:
+            return
+        nats = _nats(self._model, hidden[skipped:], ids[1 + skipped :])
+        self._nats += float(nats.double().sum())
+        self._tokens += nats.numel()
+        if self._each is not None:
+            self._each(nats)
+
+
+def _nats(model: Reader, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return -log p, fp32 [tokens], of targets [tokens] after hidden states [tokens, d_model]."""
+    logits = model.logits(hidden).float()  # [tokens, vocab]
+    return -ops.read_reports(ops.target_logprobs(logits, targets.long())).chosen
+
+
+def served_windows(model: Reader, start: ModelState, ids: Tensor, window: int) -> Iterator[Loss]:
+    """Yield the loss of a text in windows, batch by batch; their sum is that of the text.
+
+    The windows are those of `covering_windows`. Each is read from `start`.
+
+    Args:
+        model: reads the text.
+        start: the state of one sequence, on the model's device; it does not change.
+        ids: int32 [tokens], of which the first is read but not scored.
+        window: tokens of a window, however many.
+    """
+    targets = ids.numel() - 1
+    batch = max(1, min(MOST_WINDOWS, WINDOWS_TOKENS // min(window, CHUNK), -(-targets // window)))
+    rows = ModelState(
+        {name: tensor.repeat_interleave(batch, dim=1) for name, tensor in start.named.items()}
+    )
+    for first in range(0, targets, batch * window):
+        part = ids[first : first + batch * window + 1].to(rows.tensors()[0].device, torch.int32)
+        yield _read_windows(model, start, rows, part, window)
+
+
+@torch.inference_mode()
+def _read_windows(
+    model: Reader, start: ModelState, rows: ModelState, ids: Tensor, window: int
+) -> Loss:
+    """Return the loss of as many windows as there are `rows`, or fewer."""
+    for row, initial in zip(rows.tensors(), start.tensors(), strict=True):
+        row.copy_(initial)
+    targets = ids.numel() - 1
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    for at in range(0, min(window, targets), CHUNK):  # a part of each window that goes so far
+        bounds = [
+            (begin + at, min(begin + at + CHUNK, begin + window, targets))
+            for begin in range(0, targets - at, window)
+        ]
+        sizes = torch.tensor([0, *(end - begin for begin, end in bounds)], dtype=torch.int32)
+        slots = torch.arange(len(bounds), dtype=torch.int32, device=ids.device)
+        tokens = torch.cat([ids[begin:end] for begin, end in bounds])
+        successors = torch.cat([ids[begin + 1 : end + 1] for begin, end in bounds])
+        lengths = sizes.cumsum(0, dtype=torch.int32).to(ids.device)
+        hidden = model.prefill(tokens, lengths, rows, slots)
+        total += _nats(model, hidden, successors).double().sum()
+    return Loss(float(total), targets)
 
 
 def carried_loss(model: LanguageModel, ids: Tensor) -> Loss:

@@ -12,8 +12,10 @@ from engine.models.minrnn.lm import LM
 from engine.training import evaluation
 from engine.training.evaluation import (
     CarriedLoss,
+    Loss,
     carried_loss,
     covering_windows,
+    served_windows,
     windows_loss,
 )
 
@@ -105,8 +107,57 @@ def test_pieces_of_a_text_score_as_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert pieces.finish() == carried_loss(lm, ids)
 
 
+@pytest.mark.parametrize("unscored", [1, 2, 7, 8, 9, 20, 40, 50])
+def test_the_first_tokens_can_be_read_without_being_scored(
+    unscored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, ids = model("mingru"), text(40)
+    monkeypatch.setattr(evaluation, "CHUNK", 7)
+    naive = nats_from_initial_state(lm, ids)[unscored - 1 :]
+    seen: list[Tensor] = []
+    carried = CarriedLoss(lm, lm.new_state(1), unscored=unscored, each=seen.append)
+    for piece in ids.split(13):
+        carried.feed(piece)
+    loss = carried.finish()
+    assert loss.tokens == len(naive) == max(40 - unscored, 0)
+    assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
+    assert all(1 <= nats.numel() <= 7 for nats in seen)
+    assert torch.cat([*seen, torch.empty(0)]).tolist() == pytest.approx(naive, rel=1e-4)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("window", [1, 3, 8, 20, 100])
+@pytest.mark.parametrize("tokens", [2, 17, 41])
+def test_served_windows_are_those_of_each_read_from_the_same_state(
+    cell: CellName, window: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In batches of windows shorter and longer than what is read at once."""
+    monkeypatch.setattr(evaluation, "CHUNK", 8)
+    monkeypatch.setattr(evaluation, "WINDOWS_TOKENS", 16)
+    lm, ids = model(cell, learned=True), text(tokens)
+    start = lm.new_state(1)
+    plain = sum(served_windows(lm, start, ids, window), Loss(0.0, 0))
+    assert plain.tokens == tokens - 1
+    expected = windows_loss(lm, ids.int(), window=window, batch=2)
+    assert plain.nats == pytest.approx(expected.nats, rel=1e-5)
+
+    before = torch.tensor([3, 1, 4], dtype=torch.int32)
+    bounds, slots = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    lm.prefill(before, bounds, start, slots)
+    naive = [
+        nat
+        for first in range(0, tokens - 1, window)
+        for nat in nats_from_initial_state(lm, torch.cat((before, ids[first:][: window + 1])))[3:]
+    ]
+    after = sum(served_windows(lm, start, ids, window), Loss(0.0, 0))
+    assert after.tokens == len(naive)
+    assert after.nats == pytest.approx(sum(naive), rel=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_nothing_to_score_is_no_loss(tokens: int) -> None:
     loss = carried_loss(model("mingru"), text(tokens) if tokens else torch.empty(0))
     assert loss.tokens == 0
     assert math.isnan(loss.per_token)
+    lm = model("mingru")
+    assert list(served_windows(lm, lm.new_state(1), torch.zeros(tokens).int(), 8)) == []
