@@ -148,8 +148,8 @@ class Windows:
     """Draws batches of windows.
 
     Every row of a batch is a stream. With probability `carry` its next window continues where its
-    last one ended; otherwise it begins anew, at one of the part's `starts`, or anywhere if these
-    are fewer than the rows or `carry` is 0. With `carry` 0 all windows are drawn uniformly over all positions.
+    last one ended; otherwise it begins anew, at one of the part's `starts`, or anywhere if there
+    are fewer of these than rows. With `carry` 0 all windows are drawn uniformly over all positions.
 
     Args:
         part: the ids to read.
