@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from engine.config import DtypeName, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.training.recipe import OptimizerName, Precision, Recipe, Schedule
 from service.terminal import console as terminal
@@ -104,10 +103,27 @@ def generate(
     terminal.write("\n")
 
 
-@app.command()
+# the second path and those after it are extra arguments: typer's help would call a list list[Path]
+@app.command(context_settings={"allow_extra_args": True})
 def score(
-    file: Annotated[Path, typer.Argument(help='UTF-8 text of any length; "-" reads stdin.')],
+    context: typer.Context,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help='Files and folders of UTF-8 text of any length, each file a document; "-" alone '
+            "reads stdin.",
+            metavar="PATH...",
+        ),
+    ],
     model: options.Model = EngineConfig.model,
+    documents: options.DocumentLines = False,
+    end_of_text: options.DocumentEnd = "<|endoftext|>",
+    only: options.OnlyDocuments = None,
+    byte_range: options.ScoredRange = None,
+    skip_header: options.SkipHeader = False,
+    window: options.ScoredWindow = None,
+    by_position: options.ByPosition = False,
+    plot: options.PositionPlot = None,
     as_json: options.Json = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -115,53 +131,34 @@ def score(
     deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
-    """Measure how well a model predicts a text of any length: perplexity and bits per byte."""
-    import torch
+    """Measure how well a model predicts texts of any length: perplexity and bits per byte.
 
-    from engine.device import resolve_device, resolve_dtype, usable_cpus
-    from engine.models.backends.selector import select_backend
-    from engine.models.loader import load_config, load_model, resolve
-    from engine.training.evaluation import CarriedLoss
+    Each document is scored from the initial state, with the state carried to its end.
+    """
+    from service.terminal import score as scoring
 
-    folder = resolve(model)
-    asked = EngineConfig(
-        device=device, dtype=dtype, quantize=quantize, deterministic=deterministic, threads=threads
+    wanted = scoring.Wanted(
+        paths=[path, *map(Path, context.args)],
+        separator=end_of_text if documents else None,
+        only=only,
+        within=scoring.range_of(byte_range),
+        skip_header=skip_header,
+        window=window,
+        by_position=by_position,
+        plot=plot,
     )
-    place = resolve_device(asked.device)
-    torch.set_num_threads(asked.threads or usable_cpus())
-    stored = load_config(folder)
-    tokenizer = terminal_text.load_tokenizer(folder, stored.vocab_size)
-    total = None if str(file) == "-" else file.stat().st_size
-    compute = cast(DtypeName, resolve_dtype(asked.dtype, place, stored.dtype))
-    lm, _ = load_model(folder, place, compute, asked.quantization)
-    state = lm.new_state(1)
-    carried = CarriedLoss(select_backend(lm, place, deterministic=asked.deterministic), state)
-    read = unscored = 0  # bytes
-    with terminal.progress("scoring", total) as progress:
-        begins = True  # until a token has been read
-        for piece in terminal_text.text_pieces(file, tokenizer.last_cut):
-            ids = tokenizer.encode(piece, begins=begins)
-            if begins:
-                unscored = len(piece.encode()) - tokenizer.bytes_behind(piece, ids[:1])
-            read += len(piece.encode())
-            if ids:
-                begins = False
-                carried.feed(torch.frombuffer(ids, dtype=torch.int32))
-            so_far = carried.loss
-            progress.to(read, f"{so_far.per_token:.4f} nats per token" if so_far.tokens else None)
-        if tokenizer.end_ids:
-            carried.feed(torch.tensor(tokenizer.end_ids, dtype=torch.int32))
-    loss = carried.finish()
-    if loss.tokens == 0:
-        raise ConfigError(f"{file}: nothing to score: the text has less than two tokens")
-    scored = read - unscored  # 0 if only the end-of-text token follows the first token
-    figures = {
-        "tokens": loss.tokens,
-        "nats_per_token": loss.per_token,
-        "perplexity": math.exp(loss.per_token),
-        "bits_per_byte": loss.nats / math.log(2) / scored if scored > 0 else None,
-    }
-    print(json.dumps(figures) if as_json else terminal.table(figures))
+    report = scoring.score(
+        wanted,
+        EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            quantize=quantize,
+            deterministic=deterministic,
+            threads=threads,
+        ),
+    )
+    print(json.dumps(report) if as_json else scoring.shown(report))
 
 
 @app.command()

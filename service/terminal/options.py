@@ -279,6 +279,46 @@ Seed = Annotated[
 Echo = Annotated[bool, Option("--echo", help="Write the prompt first.")]
 
 # score
+DocumentLines = Annotated[
+    bool,
+    Option("--documents", help="A line of the end-of-text text ends a document, as a file does."),
+]
+DocumentEnd = Annotated[str, Option(help="The line that ends a document with --documents.")]
+OnlyDocuments = Annotated[
+    Path | None,
+    Option(help="Score only documents whose first line is in this file, one a line."),
+]
+ScoredRange = Annotated[
+    str | None,
+    Option(
+        "--range",
+        metavar="BEGIN:END",
+        help="Score only these bytes of the data, counted over all files; either end may be left "
+        "out.",
+    ),
+]
+SkipHeader = Annotated[
+    bool,
+    Option(
+        "--skip-header",
+        help="Read each document's header (lines `Name: value`, an empty line) without counting "
+        "its bits and bytes.",
+    ),
+]
+ScoredWindow = Annotated[
+    int | None,
+    Option(
+        help="Score in windows of so many tokens, too, each from the initial state; with "
+        "--skip-header each from the state after the document's header, as a server would that "
+        "keeps it."
+    ),
+]
+ByPosition = Annotated[
+    bool, Option("--by-position", help="Bits per byte by position in the document, too.")
+]
+PositionPlot = Annotated[
+    Path | None, Option(help="Draw bits per byte by position to this PNG file.")
+]
 Json = Annotated[bool, Option("--json", help="Print the figures as one JSON object.")]
 
 # train

@@ -38,17 +38,24 @@ def text_pieces(
     Raises OSError, and TextError if the text is not UTF-8.
     """
     file: BinaryIO
-    piece_bytes = piece_bytes or PIECE_BYTES
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-        pieces = Pieces(piece_bytes, last_cut)
         try:
-            while data := file.read(piece_bytes):
-                if piece := pieces.feed(data):
-                    yield piece
-            if piece := pieces.finish():
-                yield piece
+            yield from pieces_of(file, last_cut, piece_bytes)
         except NotUtf8 as error:
             raise TextError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def pieces_of(
+    file: BinaryIO, last_cut: Callable[[str], int] = len, piece_bytes: int | None = None
+) -> Iterator[str]:
+    """Yield the text of an open file in pieces, as `text_pieces` does. Raises OSError, NotUtf8."""
+    piece_bytes = piece_bytes or PIECE_BYTES
+    pieces = Pieces(piece_bytes, last_cut)
+    while data := file.read(piece_bytes):
+        if piece := pieces.feed(data):
+            yield piece
+    if piece := pieces.finish():
+        yield piece
 
 
 def encode_file(path: Path, library: tokenizers.Tokenizer) -> array[int]:

@@ -344,6 +344,16 @@ class Tokenizer:
             return bytes.fromhex(match[1])
         return name.replace("\u2581", " ").encode()
 
+    def text_sizes(self) -> list[int]:
+        """Return for each token id the number of UTF-8 bytes of its text; 0 for special tokens.
+
+        Those of a text's tokens add up to the text's, unless the tokenizer changes it.
+        """
+        return [
+            0 if token in self._special else len(self.bytes_of(token))
+            for token in range(1 + max(self._library.get_vocab().values(), default=-1))
+        ]
+
     def _token_bytes(self, token: int) -> bytes:
         assert self._bytes is not None
         return self._bytes[token] if token < len(self._bytes) else b""
