@@ -237,6 +237,60 @@ def test_a_text_that_cannot_be_scored(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--window", "0"], "--window is 0; allowed: at least 1"),
+        (["--window", "many"], "--window"),
+        (["--range", "5:5"], "--range 5:5 is empty"),
+        (["--range", "all"], "--range is 'all'; allowed: BEGIN:END"),
+        (["--range", "1000000:"], "the range begins at byte 1,000,000; the data has 2,580"),
+        (["--documents", "--end-of-text", " "], "--end-of-text is empty"),
+        (["--only", "/nonexistent/list"], "/nonexistent/list"),
+        (["--plot", "/nonexistent/folder/curve.png"], "/nonexistent/folder is no folder"),
+        (["--plot", "/"], "--plot: / is a folder"),
+        (["/nonexistent/file"], "/nonexistent/file"),
+        (["-"], '"-" takes no other path'),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_documents_that_cannot_be_scored(
+    options: list[str],
+    says: str,
+    trained: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["score", text_file, *options, "--model", trained, "--device", "cpu"]
+    assert says in refused(capsys, *arguments)
+
+
+def test_stdin_is_no_document(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options in (["--window", "64"], ["--documents"], ["--range", "0:10"], ["--by-position"]):
+        told = refused(capsys, "score", "-", *options, "--model", trained)
+        assert "stdin is scored as one text" in told
+
+
+def test_a_listed_document_that_is_not_there_is_named(
+    trained: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list").write_text("To be, or not to be: that is the question.\nTitle: Emma\n")
+    arguments = ["score", text_file, "--only", tmp_path / "list", "--model", trained]
+    told = refused(capsys, *arguments)
+    assert "there is no document for the line 'Title: Emma'" in told and "more" not in told
+    (tmp_path / "list").write_text("Title: Emma\nTitle: Dracula\n")
+    assert "'Title: Dracula' nor for 1 more" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("content", ["", " \n", "x"])
+def test_documents_without_two_tokens(
+    content: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text(content)
+    arguments = ["score", tmp_path, "--window", "9", "--by-position", "--model", trained]
+    assert "nothing to score: no document has two tokens" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "-0.1"], "top_p is -0.1; allowed: a finite number, at least 0, at most 1"),
         (["--top-p", "nan"], "top_p is nan"),

@@ -48,6 +48,17 @@ def test_generate_and_score_need_neither(trained: Path, text_file: Path) -> None
     assert done.returncode == 0 and json.loads(done.stdout)["tokens"] > 0
 
 
+def test_a_plot_of_scores_is_refused_before_the_model_is_read(
+    text_file: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "positions.png"
+    done = minserve("score", text_file, "--plot", picture, "--model", "/nonexistent/model")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "minserve: error: matplotlib is not installed; pip install 'minserve[train]'\n",
+    )
+
+
 def test_training_goes_on_without_its_picture(text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = minserve("train", "--data", text_file, "--out", out, *TINY)
