@@ -43,6 +43,7 @@ RULES = (
     Rule("chmod ", "run"),
     Rule("minserve generate", "whole"),
     Rule("minserve score FILE", "whole"),
+    Rule("minserve score", "options", "scores texts that are not shipped"),
     Rule("minserve inspect", "run"),
     Rule("minserve train --data tinyshakespeare.txt --out my-model", "whole"),
     Rule("minserve convert my-model", "whole"),
