@@ -56,7 +56,7 @@ class Wanted:
         return len(self.paths) == 1 and self == Wanted(paths=self.paths)
 
     @property
-    def positions(self) -> bool:
+    def with_positions(self) -> bool:
         """Whether figures by position are asked."""
         return self.by_position or self.plot is not None
 
@@ -190,7 +190,7 @@ class Scorer:
             self._model,
             self._new_state(),
             unscored=max(len(header), 1),
-            each=(lambda some: nats.append(some.cpu())) if wanted.positions else None,
+            each=(lambda some: nats.append(some.cpu())) if wanted.with_positions else None,
         )
         before, tokens = _tensor(header), _tensor(ids)
         carried.feed(before)
@@ -271,6 +271,7 @@ class Scorer:
     def _bytes_of_first(self, piece: str, ids: array[int]) -> int:
         return len(piece.encode()) - self._tokenizer.bytes_behind(piece, ids[:1])
 
+    @torch.no_grad()
     def _new_state(self) -> ModelState:
         return new_state(self._specs, 1, self._model.initial_state(), self._device)
 
@@ -278,7 +279,8 @@ class Scorer:
 def select(wanted: Wanted) -> list[Document]:
     """Return the documents to score.
 
-    Raises OSError, TextError, and ConfigError if there is none or one of `only` is missing.
+    Raises OSError, TextError, and ConfigError for a path that is not there, a range behind the
+    data, or a line of `only` that no document begins with.
     """
     names = None if wanted.only is None else first_lines(wanted.only)
     found = [
@@ -312,7 +314,7 @@ def report_of(scores: Sequence[DocumentScore], wanted: Wanted) -> dict[str, Any]
             "windows_nats_per_token": windows.per_token,
             "windows_bits_per_byte": _bits(windows, size),
         }
-    if wanted.positions:
+    if wanted.with_positions:
         report |= {
             "by_position": _by_position(scores),
             "by_position_long": _by_position(_long(scores)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,18 @@ def test_what_follows_a_prompt(name: str) -> None:
         decoder = tokenizer.decoder(after=ids[:cut])
         text = "".join(decoder.feed(token) for token in ids[cut:]) + decoder.flush()
         assert tokenizer.decode(ids[:cut]) + text == "the the ab the"
+
+
+@pytest.mark.parametrize("make", [plain_bytes, byte_level_bpe, metaspace_with_bytes])
+def test_the_sizes_of_a_texts_tokens_add_up_to_its_bytes(
+    make: Callable[[], tokenizers.Tokenizer],
+) -> None:
+    tokenizer = Tokenizer(make())
+    sizes = tokenizer.text_sizes()
+    assert all(sizes[special] == 0 for special in tokenizer.special_ids.values())
+    for text in TEXTS[1:3]:
+        ids = tokenizer.encode(text, begins=False, marks=False)
+        assert sum(sizes[id] for id in ids) == len(text.encode())
 
 
 def test_special_tokens_are_no_text_and_text_is_no_special_token() -> None:
