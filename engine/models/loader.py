@@ -55,12 +55,14 @@ GENERATION_CONFIG = "generation_config.json"
 CHAT = (
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+# Texts to begin from, which the service tells clients of.
+STARTS = "starts.json"
 # What is fetched from the top level of a repo of the hub, until a folder has weights: safetensors
 # alone where a repo has both.
 _FETCHED = (
     (
         CONFIG, GENERATION_CONFIG, "*.safetensors", WEIGHTS_INDEX, TOKENIZER, SENTENCEPIECE,
-        ADDED_TOKENS, *CHAT,
+        ADDED_TOKENS, *CHAT, STARTS,
     ),
     (TORCH_WEIGHTS, TORCH_WEIGHTS_INDEX, "pytorch_model-*.bin"),
     tuple(f"*{suffix}" for suffix in TORCH_SUFFIXES),

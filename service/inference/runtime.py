@@ -1,11 +1,13 @@
-"""Runtime: one loaded model with its engines, tokenizer and chat template.
+"""Runtime: one loaded model with its engines, tokenizer, chat template and starts.
 
 A request keeps the runtime that it began with, even if a reload replaces it meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
 
 from fastapi import Request
 
@@ -18,6 +20,7 @@ from service.inference.inference_request import InferenceRequest, RequestsInFlig
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate, load_text
+from service.text.starts import Start, load_starts
 from service.text.tokenizer import Tokenizer
 
 
@@ -33,6 +36,7 @@ class Runtime:
         tokenizer: Tokenizer | None,
         chat: ChatTemplate,
         parts: TokenParts | None,
+        starts: tuple[Start, ...],
     ) -> None:
         self.backend = backend
         self.settings = settings
@@ -40,6 +44,7 @@ class Runtime:
         self.tokenizer = tokenizer
         self.chat = chat
         self.parts = parts  # the tokens' parts of stream events, for event templates
+        self.starts = starts
         self.model_name = settings.model_name or info.name  # the name in requests and answers
         self.loaded_at = int(time.time())  # seconds since 1970
         self.requests = RequestsInFlight()
@@ -56,16 +61,19 @@ class Runtime:
         metrics: Metrics,
         before: Runtime | None = None,
     ) -> Runtime:
-        """Wait for the engines and load the tokenizer and chat template of their model.
+        """Wait for the engines and load the tokenizer, chat template and starts of their model.
 
-        If the runtime `before` shares an engine, its tokenizer and template are used again. Raises
-        what `EngineBackend.ready` raises, and CheckpointError for a tokenizer that cannot be used.
+        If the runtime `before` shares an engine, its tokenizer, template and starts are used again.
+        Raises what `EngineBackend.ready` raises, and CheckpointError for a tokenizer that cannot be
+        used.
         """
         info = await backend.ready()
         if before is None or not before.shares(backend):
             tokenizer, chat = await load_text(info)
-            return cls(backend, settings, metrics, info, tokenizer, chat, TokenParts.of(tokenizer))
-        text = before.tokenizer, before.chat, before.parts
+            starts = await asyncio.to_thread(load_starts, Path(info.folder), tokenizer)
+            parts = TokenParts.of(tokenizer)
+            return cls(backend, settings, metrics, info, tokenizer, chat, parts, starts)
+        text = before.tokenizer, before.chat, before.parts, before.starts
         runtime = cls(backend, settings, metrics, info, *text)
         runtime.loaded_at = before.loaded_at  # the model is the same
         return runtime

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
+from msgspec import structs
 
 from service.http.json_response import JSONResponse
 from service.inference.inputs.sampling import check_model
@@ -56,4 +57,6 @@ def _describe(runtime: Runtime) -> dict[str, Any]:
             {"name": one.name, "shape": one.full_shape, "dtype": one.dtype} for one in info.state
         ],
         "fingerprint": info.fingerprint,
+        "max_states": runtime.settings.max_states,
+        "starts": [structs.asdict(start) for start in runtime.starts],
     }

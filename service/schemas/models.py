@@ -30,6 +30,14 @@ class BackendCard(BaseModel):
     )
 
 
+class StartCard(BaseModel):
+    """A text that the model's folder offers to begin from (its file starts.json)."""
+
+    name: str = Field(description="Unique among the starts.")
+    title: str = Field(description="What people are shown.")
+    text: str = Field(description="What to read into a state.")
+
+
 class ModelCard(BaseModel):
     """A model: OpenAI's fields, its architecture and how it is run."""
 
@@ -52,6 +60,8 @@ class ModelCard(BaseModel):
     state_bytes: int = Field(description="Size of one sequence's state, whatever its length.")
     state: list[StateTensor] = Field(description="The tensors of that state.")
     fingerprint: str = Field(description="Fingerprint of the weights and the configuration.")
+    max_states: int = Field(description="Most states that one key may keep; 0: none.")
+    starts: list[StartCard] = Field(description="Texts to begin from.")
 
 
 class ModelList(BaseModel):

@@ -396,7 +396,7 @@ class TestResolve:
         assert {"config.json", "*.safetensors", "tokenizer.json"} <= set(patterns)
         assert "generation_config.json" in patterns
         assert {"tokenizer_config.json", "chat_template.jinja"} <= set(patterns)
-        assert {"special_tokens_map.json", "chat_template.json"} <= set(patterns)
+        assert {"special_tokens_map.json", "chat_template.json", "starts.json"} <= set(patterns)
         assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
 
     def test_a_hub_that_cannot_give_it(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def test_a_tokenizer_beside_the_weights_comes_along(tmp_path: Path) -> None:
     assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "with" / "chat_template.jinja").exists()
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    names += ("special_tokens_map.json",)
+    names += ("special_tokens_map.json", "starts.json")
     for name in names:
         (tmp_path / name).write_text(name)
     convert(tmp_path / "w.pt", tmp_path / "chat")

@@ -23,6 +23,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.loader import (
     CHAT,
     CONFIG,
+    STARTS,
     load_model,
     quantize_model,
     quantized_config,
@@ -147,7 +148,7 @@ def _write(
     try:
         partial.mkdir(parents=True)
         save_model(partial, model, config, config.dtype)
-        for name in CHAT:
+        for name in (*CHAT, STARTS):
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
         if tokenizer is not None:
