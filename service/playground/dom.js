@@ -39,6 +39,19 @@ export function button(text, act, attributes = {}) {
   return made;
 }
 
+export const NO_COPY = "The browser does not allow copying here: it requires HTTPS.";
+
+/** Puts a text on the clipboard. Whether the browser allowed it. */
+export async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    return false;
+  }
+  say("Copied.");
+  return true;
+}
+
 let speaking = 0;
 
 /** Tells users of screen readers something, once; what was being said is not interrupted. */

@@ -22,6 +22,15 @@ export function seconds(value) {
   return value < 1 ? `${SHORT.format(value * 1000)} ms` : `${SHORT.format(value)} s`;
 }
 
+/** 2 min 5 s */
+export function duration(value) {
+  const all = Math.round(value);
+  if (all < 60) return `${all} s`;
+  return all < 3600
+    ? `${Math.floor(all / 60)} min ${all % 60} s`
+    : `${Math.floor(all / 3600)} h ${Math.floor((all % 3600) / 60)} min`;
+}
+
 /** 22.5 KiB */
 export function bytes(value) {
   const units = ["bytes", "KiB", "MiB", "GiB", "TiB"];

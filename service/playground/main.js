@@ -2,12 +2,15 @@
 
 import { byId, element } from "./dom.js";
 import { compact } from "./format.js";
+import { Forking } from "./forking.js";
 import { Inspector } from "./inspector.js";
 import { KeyDialog } from "./key.js";
 import { Load } from "./load.js";
+import { Reading } from "./reading.js";
 import { Sampling } from "./sampling.js";
 import { Scoring } from "./scoring.js";
 import { Server } from "./server.js";
+import { Starts } from "./starts.js";
 import { States } from "./states.js";
 import { tabs } from "./tabs.js";
 import { Tree } from "./tree.js";
@@ -21,23 +24,49 @@ const load = new Load(server);
 const sampling = new Sampling(byId("sampling"));
 const states = new States(server);
 const tree = new Tree(states, (state) => {
-  writing.moveTo(state);
-  scoring.moveTo(state);
+  for (const each of Object.values(panels)) each.moveTo(state);
+  starts.render();
   showLegend();
-}, () => (panel === "write" ? writing.prompt : scoring.own).focus());
+}, goOn);
 const model = () => byId("model").value || undefined;
-const parts = { server, states, tree, sampling, model, onTokens: showLegend, onModelGone: begin };
-const writing = new Writing(parts);
-const scoring = new Scoring(parts);
+const parts = {
+  server, states, tree, sampling, model, onTokens: showLegend, onModelGone: begin,
+  onAskOn: async (id) => { await tree.load(); if (states.get(id)) tree.choose(id); goOn(); },
+};
+const panels = {
+  write: new Writing(parts), fork: new Forking(parts), read: new Reading(parts),
+  score: new Scoring(parts),
+};
+const starts = new Starts(parts);
 const inspector = new Inspector(byId("token-card"));
-inspector.attach(writing.answer);
-inspector.attach(scoring.text);
+for (const text of Object.values(panels).flatMap(({ texts }) => texts)) inspector.attach(text);
 let panel = "write";
 let again = 0;
 
+const choosePanel = tabs(document.querySelector("[role=tablist]"), (chosen) => {
+  panel = chosen;
+  inspector.hide();
+  showLegend();
+});
+
+/** A text is gone on with where it can be. */
+function goOn() {
+  if (panel !== "score") choosePanel("write");
+  panels[panel].field.focus();
+}
+
 function showLegend() {
-  const shown = panel === "write" ? writing.answer : scoring.text;
-  byId("legend").hidden = shown.units.length === 0;
+  byId("legend").hidden = panels[panel].texts.every(({ units }) => units.length === 0);
+}
+
+/** Hides what a server that keeps no states does not do. */
+function offer(card) {
+  const none = card.max_states === 0;
+  byId("no-states").hidden = !none;
+  for (const id of ["tree", "states-again", "tab-fork", "tab-read"]) byId(id).hidden = none;
+  document.body.classList.toggle("stateless", none);
+  if (none && (panel === "fork" || panel === "read")) choosePanel("write");
+  states.offer(none ? [] : card.starts);
 }
 
 /** Fills in the models, once there are any. */
@@ -54,6 +83,7 @@ async function begin() {
       const kind = { mingru: "minGRU", minlstm: "minLSTM", hgrn: "HGRN" }[card.cell] ?? card.cell;
       const numbers = card.quantization ?? card.dtype;
       about.textContent = `${kind}, ${compact(card.parameters)} weights in ${numbers}, on ${card.device}`;
+      offer(card);
     };
     picker.onchange = describe;
     describe();
@@ -66,11 +96,6 @@ async function begin() {
   }
 }
 
-tabs(document.querySelector("[role=tablist]"), (chosen) => {
-  panel = chosen;
-  inspector.hide();
-  showLegend();
-});
 byId("sampling-reset").addEventListener("click", () => sampling.reset());
 
 document.addEventListener("keydown", (event) => {
@@ -78,12 +103,10 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     if (event.repeat) return;
-    if (panel === "write") writing.generate();
-    else scoring.score();
+    panels[panel].run();
   } else if (event.key === "Escape") {
     inspector.hide();
-    if (panel === "write") writing.stop();
-    else scoring.stop();
+    panels[panel].stop();
   }
 });
 

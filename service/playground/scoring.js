@@ -18,7 +18,16 @@ export class Scoring {
     this.text = new GrowingText(byId("scored"));
     this.notice = new Notice(byId("score-error"));
     this._request = null;
-    byId("run-score").addEventListener("click", () => this.score());
+    byId("run-score").addEventListener("click", () => this.run());
+  }
+
+  get field() {
+    return this.own;
+  }
+
+  /** The texts whose tokens may be looked at. */
+  get texts() {
+    return [this.text];
   }
 
   /** Another state was chosen, after which texts are read from now on. */
@@ -29,14 +38,11 @@ export class Scoring {
     showBefore(byId("score-before"), state);
   }
 
-  /** Whether there was anything to stop. */
   stop() {
-    const running = this._request !== null;
     this._request?.abort();
-    return running;
   }
 
-  async score() {
+  async run() {
     if (this._request || this.notice.waiting) return;
     const request = new AbortController();
     this._request = request;
@@ -60,7 +66,7 @@ export class Scoring {
       // What a state that is gone leaves behind is cleared away, and then the error is told.
       if (error.code === "state_not_found") await tree.load();
       if (error.param === "model") onModelGone();
-      if (error.name !== "AbortError") this.notice.show(error, () => this.score());
+      if (error.name !== "AbortError") this.notice.show(error, () => this.run());
     } finally {
       this._request = null;
       byId("run-score").removeAttribute("aria-disabled");

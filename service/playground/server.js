@@ -31,15 +31,18 @@ export class Server {
   }
 
   /** The response to a request, if it is a good one. Throws ServerError, or AbortError.
-   * @param {string} path without a slash before it, so that it may lie below any other */
-  async ask(path, { method = "GET", body, signal, quiet = false } = {}) {
+   * @param {string} path without a slash before it, so that it may lie below any other
+   * @param {{method?: string, body?: any, text?: Uint8Array, signal?: AbortSignal,
+   *   quiet?: boolean}} options `body` is sent as JSON, `text` as it is */
+  async ask(path, { method = "GET", body, text, signal, quiet = false } = {}) {
     const headers = {};
     if (body !== undefined) headers["content-type"] = "application/json";
+    if (text !== undefined) headers["content-type"] = "text/plain; charset=utf-8";
     if (this.key) headers["x-api-key"] = this.key;
     let response;
     try {
       response = await fetch(path, {
-        method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
+        method, headers, signal, body: body === undefined ? text : JSON.stringify(body),
         cache: "no-store", credentials: "same-origin", redirect: "error",
       });
     } catch (problem) {

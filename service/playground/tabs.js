@@ -2,7 +2,9 @@
 
 import { byId } from "./dom.js";
 
-/** @param {HTMLElement} list the tablist @param {(panel: string) => void} onChange */
+/** Returns a function that chooses a panel by its id.
+ * @param {HTMLElement} list the tablist @param {(panel: string) => void} onChange
+ * @returns {(panel: string) => void} */
 export function tabs(list, onChange) {
   const all = [...list.querySelectorAll("[role=tab]")];
   const select = (chosen) => {
@@ -19,14 +21,16 @@ export function tabs(list, onChange) {
     if (tab) select(tab);
   });
   list.addEventListener("keydown", (event) => {
-    const at = all.indexOf(document.activeElement);
+    const shown = all.filter((tab) => !tab.hidden);
+    const at = shown.indexOf(document.activeElement);
     const to = {
-      ArrowRight: (at + 1) % all.length, ArrowLeft: (at - 1 + all.length) % all.length,
-      Home: 0, End: all.length - 1,
+      ArrowRight: (at + 1) % shown.length, ArrowLeft: (at - 1 + shown.length) % shown.length,
+      Home: 0, End: shown.length - 1,
     }[event.key];
     if (to === undefined || at < 0) return;
     event.preventDefault();
-    select(all[to]);
-    all[to].focus();
+    select(shown[to]);
+    shown[to].focus();
   });
+  return (panel) => select(all.find((tab) => tab.getAttribute("aria-controls") === panel));
 }

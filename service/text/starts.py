@@ -67,7 +67,7 @@ def _checked(path: Path) -> tuple[Start, ...]:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-    starts = _DECODER.decode(content)
+    starts: tuple[Start, ...] = _DECODER.decode(content)
     names = [start.name for start in starts]
     for name in names:
         if names.count(name) > 1:

@@ -21,12 +21,12 @@ def fill_up(page: Any) -> None:
         page.click("#save")
     id = made.value.json()["id"]
     page.click(f"[data-state={id}]")
-    page.click("text=Fork")
+    page.click("#state-card >> text=Fork")
     page.wait_for_selector(f"[data-state={id}] + ul .chip")
     write(page, PROMPT, max_tokens=120)
     wait_for_end(page)
     page.fill("#fork-name", "no blanks")
-    page.click("text=Fork")
+    page.click("#state-card >> text=Fork")
     page.wait_for_selector("#states-error [role=alert]")
 
 

@@ -137,7 +137,7 @@ def test_names_are_the_services_to_refuse(page: Any, server: Server) -> None:
     page.fill("#prompt", "KING:\n")
     page.click(chip(save(page)))
     page.fill("#fork-name", "no blanks/<b>")
-    page.click("text=Fork")
+    page.click("#state-card >> text=Fork")
     page.wait_for_selector("#states-error [role=alert]")
     assert page.inner_text("#states-error").startswith("id:")
     assert len(listed(server)) == 1
