@@ -82,7 +82,7 @@ export class Reading {
       const made = await this.parts.states.keepRead(job.partial, job);
       job.partial = null;
       this._made = made.id;
-      this._remark(`Read ${whole(made.tokens)} tokens into the state ${made.id}, of ${bytes(made.bytes)}.`);
+      this._remark(`Read. The state ${made.id} stands after ${whole(made.tokens)} tokens, in ${bytes(made.bytes)}.`);
       say("The text has been read.");
     } catch (error) {
       await this._failed(error, job);

@@ -83,9 +83,52 @@ def test_metrics_are_summed_over_labels(page: Any) -> None:
         ("until(7300, 0)", "in 2 hours"),
         ("until(90, 0)", "in 90 seconds"),
         ("until(5, 6)", "now"),
+        ("duration(59.6)", "1 min 0 s"),
+        ("duration(4000)", "1 h 6 min"),
+        ("duration(7)", "7 s"),
         ("visible(' a\\n')", "␣a↵"),
     ],
 )
 def test_how_numbers_are_written(page: Any, call: str, text: str) -> None:
     found = page.evaluate(f"import('./playground/format.js').then((format) => format.{call})")
     assert found == text
+
+
+PIECES = """async ([text, size]) => {
+  const { pieceAt } = await import('./playground/pieces.js');
+  const blob = new Blob([text]);
+  const found = [];
+  for (let at = 0; at < blob.size;) {
+    const { text: piece, end } = await pieceAt(blob, at, size);
+    found.push(new TextDecoder('utf-8', { fatal: true, ignoreBOM: true }).decode(piece));
+    at = end;
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("size", [7, 20, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick  brown fox\n\njumps over\nthe lazy dog.\n",
+        "\N{GRINNING FACE}" * 30,  # no white space, four bytes each
+        "caf\u00e9 " * 20 + "\n" * 20,
+        " " * 50,
+    ],
+)
+def test_pieces_are_the_whole_text(page: Any, text: str, size: int) -> None:
+    found = page.evaluate(PIECES, [text, size])
+    assert "".join(found) == text
+    assert all(len(piece.encode()) <= 1.5 * size for piece in found)
+
+
+def test_pieces_end_before_white_space(page: Any) -> None:
+    text = "The quick  brown fox\n\njumps over\nthe lazy dog.\n"
+    expected = ["The quick  brown", " fox\n\njumps over", "\nthe lazy dog.\n"]
+    assert page.evaluate(PIECES, [text, 20]) == expected
+
+
+def test_line_ends_and_the_byte_order_mark_of_a_text(page: Any) -> None:
+    text = "\ufeffone\r\ntwo\rthree\n\ufefffour\r\n"
+    assert page.evaluate(PIECES, [text, 1000]) == ["one\ntwo\nthree\n\ufefffour\n"]
