@@ -30,7 +30,7 @@ export class Column {
     this.notice = new Notice(failed);
     this._note = element("p", { class: "note" });
     this._acts = [
-      button("Continue", () => this.goOn()), button("Save state", () => this.save()),
+      button("Continue", () => this.goOn()), button("Save", () => this.save()),
       button("Copy", () => this.copy(), { class: "quiet" }),
     ];
     this._halt = button("Stop", () => this.stop());

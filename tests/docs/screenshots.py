@@ -22,10 +22,8 @@ from tests import browser
 from tests.docs.pages import ROOT
 from tests.e2e.conftest import Server
 
-OPENING = (
-    "ROMEO:\nBut, soft! what light through yonder window breaks?\n"
-    "It is the east, and Juliet is the sun.\n"
-)
+SENTENCE = "It was a dark night, and the rain"
+ENDINGS = (" fell without a sound.", " had driven every one indoors.")
 WAIT = 60_000  # ms for an answer
 
 
@@ -40,25 +38,34 @@ def save(page: Any, text: str) -> str:
 
 
 def playground(page: Any, server: Server) -> None:
-    """An answer with its tokens' probabilities, a tree of states, the inspector of one token."""
+    """Show a sentence forked under three authors, a tree of states, the inspector of one token.
+
+    A model that offers no starts goes on after the states that are saved here.
+    """
     page.goto(server.url)
     page.wait_for_selector("#generate:not([disabled])")
-    opening = save(page, OPENING)
+    page.wait_for_selector("#model:not([disabled])")
+    author = page.locator("#starts button").first
+    if author.is_visible():
+        author.click()
+        page.wait_for_selector("#starts [aria-pressed=true]")
+    opening = save(page, SENTENCE)
     page.click(opening)
-    page.fill("#state-card input", "balcony")
+    page.fill("#state-card input", "a-dark-night")
     page.click("#state-card >> text=Fork")
-    page.wait_for_selector("[data-state='balcony']")
-    chips = []
-    for speaker in ("NURSE", "JULIET"):
+    page.wait_for_selector("[data-state='a-dark-night']")
+    for ending in ENDINGS:
         page.click(opening)
-        chips.append(save(page, f"\n{speaker}:\n"))
-    page.click(chips[-1])
-    for name, value in (("temperature", "0.7"), ("max_tokens", "330"), ("seed", "6")):
+        save(page, ending)
+    page.click("[data-state='a-dark-night']")
+    page.click("#tab-fork")
+    page.fill("#sentence", SENTENCE)
+    for name, value in (("temperature", "0.7"), ("max_tokens", "160"), ("seed", "6")):
         page.fill(f"#sampling-{name}", value)
-    page.click("#generate")
-    page.wait_for_selector("#stop", state="visible")
-    page.wait_for_selector("#stop", state="hidden", timeout=WAIT)
-    page.locator("#answer .token").nth(60).hover()
+    page.click("#run-fork")
+    page.wait_for_selector("#stop-fork", state="visible")
+    page.wait_for_selector("#stop-fork", state="hidden", timeout=WAIT)
+    page.locator(".column .token").nth(30).hover()
     page.wait_for_selector("#token-card:not([hidden])")
 
 

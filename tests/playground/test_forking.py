@@ -96,7 +96,7 @@ def test_a_column_goes_on_is_copied_and_saved(page: Any, url: str) -> None:
     page.wait_for_selector("text=Copied, with the sentence.")
     assert page.evaluate("navigator.clipboard.readText()") == SENTENCE + text(page, 1)
     with page.expect_response("**/v1/states") as made:
-        second.get_by_text("Save state").click()
+        second.get_by_text("Save", exact=True).click()
     id = made.value.json()["id"]
     page.wait_for_selector(f"li:has(> [data-state='{DICKENS}']) [data-state='{id}']")
     assert kept(url)[id] == kept(url)[DICKENS] + len((SENTENCE + text(page, 1)).encode())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Server
 from tests.playground.conftest import PROMPT, Opened, answer, until, wait_for_end, write
+from tests.playground.offering import AUSTEN, offering
 
 PHONE = {"viewport": {"width": 320, "height": 640}, "has_touch": True, "is_mobile": True}
 
@@ -67,19 +69,60 @@ def test_contrast_names_and_roles(
     assert violations(page) == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("form", [{}, PHONE], ids=["desktop", "phone"])
+def test_starts_forks_and_long_texts(
+    open_page: Opened, tmp_path: Path, scheme: str, form: dict[str, Any]
+) -> None:
+    with offering(tmp_path) as url:
+        page = open_page(url, color_scheme=scheme, **form)
+        page.click(f"[data-start='{AUSTEN}']")
+        page.wait_for_selector(f"[data-start='{AUSTEN}'][aria-pressed=true]")
+        for tab, act in (("fork", fill_columns), ("read", fill_reading)):
+            page.click(f"#tab-{tab}")
+            assert violations(page) == []
+            act(page)
+            assert violations(page) == []
+            assert wide_ones(page) == []
+
+
+def fill_columns(page: Any) -> None:
+    """Three columns, the first of which says that something was refused."""
+    page.locator("#fork-columns select").first.select_option("")
+    page.fill("#sentence", "")
+    page.click("#run-fork")
+    page.wait_for_selector("#fork-columns [role=alert]")
+    page.wait_for_selector("#stop-fork", state="hidden")
+
+
+def fill_reading(page: Any) -> None:
+    """A text that was read, then one that is refused."""
+    book = {"name": "a" * 60 + ".txt", "mimeType": "text/plain", "buffer": b"A tale."}
+    page.set_input_files("#read-file", files=[book])
+    page.click("#run-read")
+    page.wait_for_selector("#ask-on")
+    assert violations(page) == []
+    page.click("#run-read")  # the name is taken
+    page.wait_for_selector("#read-error [role=alert]")
+
+
+def wide_ones(page: Any) -> Any:
+    """What is wider than the window."""
+    return page.evaluate(
+        "[...document.querySelectorAll('body *')].filter((one) => one.checkVisibility()"
+        " && !one.closest('.hidden, .skip')"
+        " && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML)"
+    )
+
+
 @pytest.mark.parametrize("width", [320, 390, 768, 1024])
 def test_nothing_is_wider_than_the_window(open_page: Opened, server: Server, width: int) -> None:
     page = open_page(server.url, **{**PHONE, "viewport": {"width": width, "height": 700}})
     fill_up(page)
     page.fill("#prompt", "x" * 300)
-    for tab in ("#tab-write", "#tab-score"):
+    for tab in ("#tab-write", "#tab-fork", "#tab-read", "#tab-score"):
         page.click(tab)
-        wide = page.evaluate(
-            "[...document.querySelectorAll('body *')].filter((one) => one.checkVisibility()"
-            " && !one.closest('.hidden, .skip')"
-            " && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.outerHTML)"
-        )
-        assert wide == []
+        assert wide_ones(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
     small = page.evaluate(
         "[...document.querySelectorAll('button')].filter((one) => one.checkVisibility())"
@@ -121,8 +164,10 @@ def test_with_the_keyboard_alone(page: Any) -> None:
         assert len(order) < 10
     assert order == ["generate", "continue", "save", "copy", "clear", "states-again"]
     page.focus("#tab-write")
-    page.keyboard.press("ArrowRight")
-    assert focused() == "tab-score" and page.is_visible("#own")
+    for tab in ("tab-fork", "tab-read", "tab-score"):
+        page.keyboard.press("ArrowRight")
+        assert focused() == tab
+    assert page.is_visible("#own")
     page.focus("#own")
     page.keyboard.type("ROMEO:")
     page.keyboard.press("Control+Enter")
