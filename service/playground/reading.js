@@ -11,7 +11,7 @@ const SMALLEST = 2 ** 12; // bytes of a piece; the first one has so many
 const LARGEST = 2 ** 20;
 const PIECE_SECONDS = 0.5; // that a piece is to take
 const LONG_PASTE = 20_000; // characters, above which a pasted text is not put into the field
-const MOST_END = 2 ** 14; // bytes of a text's end that are shown before what is written after it
+const MOST_END = 2 ** 14; // bytes or characters of a text's end, more than are remembered of it
 
 /** The panel Read. */
 export class Reading {
@@ -56,7 +56,7 @@ export class Reading {
     this._forget();
     await this._go({
       blob, name: this._name.value.trim(), before: tree.state?.id ?? null, at: 0, partial: null,
-      tokens: 0, seconds: 0, size: SMALLEST, end: null,
+      tokens: 0, seconds: 0, size: SMALLEST, end: tree.state?.text ?? "",
     });
   }
 
@@ -111,7 +111,8 @@ export class Reading {
     const made = await this.parts.states.readPiece(text, { partial, before, signal });
     const seconds = (performance.now() - begun) / 1000;
     Object.assign(job, {
-      partial: made.id, at: end, end: new TextDecoder().decode(text.slice(-MOST_END)),
+      partial: made.id, at: end,
+      end: (job.end + new TextDecoder().decode(text.slice(-MOST_END))).slice(-MOST_END),
       tokens: job.tokens + made.usage.prompt_tokens, seconds: job.seconds + seconds,
     });
     const fitting = job.size * Math.min(4, PIECE_SECONDS / seconds);

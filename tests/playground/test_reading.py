@@ -87,6 +87,10 @@ def test_a_pasted_text_is_read_after_the_chosen_state(page: Any, url: str) -> No
     page.fill("#read-name", "emma")
     read(page)
     page.wait_for_selector(f"li:has(> [data-state='{AUSTEN}']) [data-state='emma']")
+    page.click("#ask-on")
+    page.wait_for_selector("[data-state=emma][aria-pressed=true]")
+    before = page.evaluate("document.querySelector('#write-before').textContent")
+    assert before == STARTS[0]["text"] + "She was handsome."
     assert same_as(url, "emma", STARTS[0]["text"] + "She was handsome.")
 
 
