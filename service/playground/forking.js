@@ -35,7 +35,7 @@ export class Forking {
   moveTo() {}
 
   async run() {
-    if (this._columns.some((column) => column.running)) return;
+    if (this._columns.some((column) => column.running || column.notice.waiting)) return;
     this.notice.clear();
     const used = this._columns.filter((column) => column.used);
     if (!used.length) {

@@ -23,7 +23,7 @@ export class Starts {
       && made.every((one, i) => one.dataset.start === states.starts[i].id);
     if (!same) {
       this._host.replaceChildren(...states.starts.map((start) => button(
-        start.title, () => this.choose(start.id), { class: "start", "data-start": start.id },
+        start.title, () => this.choose(start.id), { "data-start": start.id },
       )));
     }
     // What a screen reader is at stays in the document.

@@ -44,8 +44,8 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The bundled model."""
-    running = Server("--device", "cpu", "--threads", "1")
+    """A bundled model that offers no starts."""
+    running = Server("--model", "shakespeare-mingru", "--device", "cpu", "--threads", "1")
     yield running
     assert running.stop() == 0
 
