@@ -407,7 +407,9 @@ def test_bad_arguments_are_told() -> None:
     with pytest.raises(RuntimeError, match="as many rows of gates as of ups"):
         linear_swiglu(x, squares, EPS, weight[:40])
     with pytest.raises(RuntimeError, match="y_squares must be"):
-        linear_residual_(x, weight, None, x[:, :64].contiguous(), None, y_squares=squares[:1])
+        linear_residual_(
+            x, weight, None, x[:, :64].contiguous(), None, y_squares=squares[:1], eps=EPS
+        )
     with pytest.raises(RuntimeError, match="multiple of 64"):
         linear_residual_(x, weight[:32], None, x[:, :32].contiguous(), None)
     square = on_gpu(exact(128, 128, seed=1))
