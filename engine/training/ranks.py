@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 
+# The others wait this long for the first process, which encodes the data and evaluates.
+TIMEOUT = timedelta(hours=6)
 # Steps between two looks at whether one of the processes was asked to stop.
 STOP_EVERY = 16
 
@@ -37,9 +40,14 @@ class Ranks:
         if count == 1:
             return cls()
         if not torch.distributed.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            named = device if device.type == "cuda" else None
-            torch.distributed.init_process_group(backend, device_id=named)
+            on_gpu = device.type == "cuda"
+            if on_gpu:
+                torch.cuda.set_device(device)  # where objects are sent from
+            torch.distributed.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                device_id=device if on_gpu else None,
+                timeout=TIMEOUT,
+            )
         return cls(torch.distributed.get_rank(), count)
 
     @staticmethod
