@@ -329,4 +329,4 @@ def test_progress_is_a_bar_on_a_terminal(text_file: Path, tmp_path: Path) -> Non
     reader.join(timeout=60)
     os.close(ours)
     assert b"tokens/s" in b"".join(shown)
-    assert b"test " in b"".join(shown)
+    assert b"valid " in b"".join(shown)

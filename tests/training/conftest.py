@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.models.minrnn.config import MinRnnConfig
-from engine.training.data import split
+from engine.training.data import Part, split
 from engine.training.recipe import Recipe
 from engine.training.trainer import Trainer
 
@@ -44,8 +45,8 @@ def make_trainer(tmp_path: Path) -> MakeTrainer:
         }
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        ids = torch.tensor(list(TEXT))
-        data = split(ids, window=recipe["window"], vocab_size=shape["vocab_size"])
+        text = Part(np.frombuffer(TEXT, np.uint8), bytes=len(TEXT))
+        data = split(text, window=recipe["window"])
         return Trainer(MinRnnConfig(**shape), Recipe(**recipe), data, folder, torch.device("cpu"))
 
     return make

@@ -11,7 +11,8 @@ from engine.models.loader import load_model
 from engine.models.minrnn.config import CellName
 from engine.training.curve import Point
 from engine.training.evaluation import windows_loss
-from engine.training.folder import write_checkpoint, write_readme
+from engine.training.folder import Card, write_card, write_checkpoint
+from engine.training.data import Part
 from engine.training.sample import sample_ids
 from engine.training.state import FILE_NAME
 from engine.training.trainer import Trainer
@@ -24,7 +25,7 @@ def stop_after(steps: int, trainer: Trainer) -> None:
 
 
 def outcome(trainer: Trainer) -> tuple[list[tuple[int, float, float]], list[torch.Tensor]]:
-    points = [(p.step, p.train_loss, p.test_loss) for p in trainer.curve.points()]
+    points = [(p.step, p.train_loss, p.valid_loss) for p in trainer.curve.points()]
     return points, [parameter.detach() for parameter in trainer.model.parameters()]
 
 
@@ -42,10 +43,10 @@ def test_the_losses_go_down_and_the_best_evaluation_is_kept(
     assert heard == trainer.curve.points()
     assert [p.step for p in heard] == [20, 40, 60, 80, 100, 120]
     assert heard[-1].train_loss < heard[0].train_loss - 1
-    assert heard[-1].test_loss < heard[0].test_loss - 1
-    best = min(heard, key=lambda p: p.test_loss)
+    assert heard[-1].valid_loss < heard[0].valid_loss - 1
+    best = min(heard, key=lambda p: p.valid_loss)
     assert trainer.best is not None
-    assert (trainer.best.step, trainer.best.loss) == (best.step, best.test_loss)
+    assert (trainer.best.step, trainer.best.loss) == (best.step, best.valid_loss)
     assert heard[-1].tokens == 120 * 4 * 32
 
 
@@ -132,7 +133,8 @@ def test_a_run_is_resumed_with_its_own_options_only(make_trainer: MakeTrainer) -
 def test_a_run_is_resumed_on_its_own_data_only(make_trainer: MakeTrainer) -> None:
     stop_after(3, make_trainer())
     other = make_trainer()
-    other.data = dataclasses.replace(other.data, test=other.data.train[:100])
+    train = other.data.train
+    other.data = dataclasses.replace(other.data, valid=Part(train.ids[:100]))
     with pytest.raises(ConfigError, match="data"):
         other.resume()
 
@@ -190,17 +192,22 @@ def test_the_losses_reported_are_those_of_the_files(make_trainer: MakeTrainer, d
     trainer.run()
     trainer.save()
     result = write_checkpoint(trainer)
-    write_readme(
-        trainer, result, data_name="a text", command="minserve train", prompt="\n", sample="To be"
+    write_card(
+        trainer,
+        result,
+        Card(data="a text", command="minserve train", prompt="\n", sample="To be"),
     )
     assert trainer.best is not None
-    assert result.windows.per_token == pytest.approx(trainer.best.loss, abs=1e-12)
+    assert set(result.losses) == {"valid"}
+    assert result.reported.windows.per_token == pytest.approx(trainer.best.loss, abs=1e-12)
     model, config = load_model(trainer.folder, "cpu", "float32")
     assert config.dtype == dtype
-    assert windows_loss(model, trainer.data.test, window=32, batch=4) == result.windows
-    assert result.windows.tokens == result.carried.tokens == trainer.data.test.numel() - 1
+    valid, reported = trainer.data.valid, result.reported
+    assert windows_loss(model, valid.to("cpu"), window=32, batch=4) == reported.windows
+    assert reported.windows.tokens == reported.carried.tokens == len(valid) - 1
     readme = (trainer.folder / "README.md").read_text()
-    for fact in (f"{result.windows.per_token:.4f}", f"{result.carried.per_token:.4f}", "To be"):
+    losses = (reported.windows, reported.carried)
+    for fact in ("of a text", "minserve train", "To be", *(f"{x.per_token:.4f}" for x in losses)):
         assert fact in readme
     assert sorted(path.name for path in trainer.folder.iterdir()) == [
         "README.md",
