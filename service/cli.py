@@ -23,6 +23,7 @@ from service.terminal import console as terminal
 from service.terminal import options as options
 from service.terminal import text as terminal_text
 from service.terminal.serve import serve
+from service.text.documents import read_text
 
 app = typer.Typer(
     help="Serve, train and convert recurrent language models.",
@@ -225,67 +226,42 @@ def train(
     command with --resume continues it.
     """
     given = dict(locals())
+    from engine.models.minrnn.config import MinRnnConfig
     from engine.training import token_cache
     from engine.training.ranks import Ranks
     from service.terminal import corpus as texts
     from service.terminal import train as run
 
+    if not data and tokens is None:
+        raise ConfigError("--data is missing: the text to train on, or --tokens with a cache")
     if out is None and not encode_only:
         raise ConfigError("--out is missing: the folder for the checkpoint")
     cache = tokens or (None if out is None else out / run.TOKENS_FOLDER)
     if cache is None:
         raise ConfigError("--encode-only needs --tokens, the folder to write")
-    if not data and tokens is None:
-        raise ConfigError("--data is missing: the text to train on, or --tokens with a cache")
+    corpus = None
+    if data:
+        corpus = texts.Corpus(
+            paths=data,
+            valid=valid,
+            test=test,
+            end_of_text=end_of_text,
+            header_every=header_every,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+        )
+    if encode_only:
+        parts = token_cache.read(cache) if corpus is None else texts.prepare(corpus, cache)
+        for name, part in parts.items():
+            print(f"{name}: {len(part):,} tokens of {part.bytes:,} bytes, {part.what}")
+        return
+
+    assert out is not None
     started = Ranks.local_rank() is not None  # one process of several
     recipe = Recipe(**{field.name: given[field.name] for field in fields(Recipe)})
-    if out is not None and not (resume or overwrite or encode_only or started):
-        run.check_folder(out)
-
-    def prepare() -> None:
-        if data:
-            corpus = texts.Corpus(
-                paths=data,
-                valid=valid,
-                test=test,
-                end_of_text=end_of_text,
-                header_every=header_every,
-                vocab_size=vocab_size,
-                tokenizer=tokenizer,
-            )
-            texts.prepare(corpus, cache)
-
-    if encode_only:
-        prepare()
-        token_cache.read(cache)
-        print(cache)
-        return
-    assert out is not None
-    if gpus != 1 and not started:
-        from service.terminal.launch import run_on_gpus
-
-        run.check_gpus(gpus, device, batch)
-        prepare()
-        raise typer.Exit(run_on_gpus(gpus))
-
-    import torch
-
-    from engine.device import resolve_device, usable_cpus
-    from engine.models.minrnn.config import MinRnnConfig
-    from engine.training.folder import Card
-    from engine.training.trainer import Trainer
-
-    place = resolve_device(EngineConfig(device=run.own_device(device)).device)
-    torch.set_num_threads(EngineConfig(threads=threads).threads or usable_cpus())
-    ranks = Ranks.join(place)
-    if ranks.first:
-        prepare()
-    ranks.of_first(None)  # the others wait for the cache
-    parts = token_cache.read(cache)
-    encoder = terminal_text.read_tokenizer(cache / token_cache.TOKENIZER)
-    config = MinRnnConfig(
+    shape = MinRnnConfig(
         cell=cell,
-        vocab_size=encoder.get_vocab_size(),
+        vocab_size=1,  # until there is a tokenizer
         d_model=d_model,
         n_layers=layers,
         expansion=expansion,
@@ -293,31 +269,71 @@ def train(
         mlp_ratio=mlp_ratio,
         tie_embeddings=tie_embeddings,
         learned_initial_state=learned_initial_state,
-        eos_token_id=encoder.token_to_id(end_of_text),
         dtype=dtype,
     )
-    prompt = torch.tensor(encoder.encode(sample_prompt, add_special_tokens=False).ids)
-    if prompt.numel() == 0:
+    if not sample_prompt:
         raise ConfigError("--sample-prompt is empty; allowed: at least one token")
-    about = "" if card is None else card.read_text(encoding="utf-8")
-    trainer = Trainer(
-        config,
-        recipe,
-        run.data_of(parts, window),
-        out,
-        place,
-        compile_model=compile,
-        ranks=ranks,
-    )
-    run.begin(trainer, out, encoder, resume=resume)
-    if ranks.first:
-        sizes = ", ".join(f"{name} {len(part):,}" for name, part in trainer.data.parts.items())
-        terminal.note(
-            f"{cell}, {trainer.parameters:,} weights; tokens: {sizes}; {trainer.device_name}"
-            + (f" x {ranks.count}" if ranks.count > 1 else "")
-        )
-    run.follow(trainer, steps)
+    about = "" if card is None else read_text(card)
+    if resume:
+        run.check_can_resume(out)
+    elif not overwrite and Ranks.starts_first():
+        run.check_folder(out)
+    if gpus != 1 and not started:
+        from service.terminal.launch import run_on_gpus
+
+        run.check_gpus(gpus, device, batch)
+        if corpus is not None:
+            texts.prepare(corpus, cache)
+        raise typer.Exit(run_on_gpus(gpus))
+
+    import torch
+
+    from engine.device import resolve_device, usable_cpus
+    from engine.training.folder import Card
+    from engine.training.trainer import Trainer
+
+    place = resolve_device(EngineConfig(device=run.own_device(device)).device)
+    share = max(1, usable_cpus() // Ranks.local_count())
+    torch.set_num_threads(EngineConfig(threads=threads).threads or share)
+    ranks = Ranks.join(place)
+    with ranks.one_failure():
+        if ranks.first and corpus is not None:
+            texts.prepare(corpus, cache)
+        ranks.of_first(None)  # the others wait for the cache
+        try:
+            parts = token_cache.read(cache)
+            encoder = terminal_text.read_tokenizer(cache / token_cache.TOKENIZER)
+            prompt = torch.tensor(encoder.encode(sample_prompt, add_special_tokens=False).ids)
+            if prompt.numel() == 0:
+                raise ConfigError("--sample-prompt has no token in this tokenizer")
+            trainer = Trainer(
+                replace(
+                    shape,
+                    vocab_size=encoder.get_vocab_size(),
+                    eos_token_id=encoder.token_to_id(end_of_text),
+                ),
+                recipe,
+                run.data_of(parts, window),
+                out,
+                place,
+                compile_model=compile,
+                ranks=ranks,
+            )
+            run.begin(trainer, out, encoder, resume=resume)
+        except ConfigError:
+            if ranks.first and tokens is None and not resume:
+                run.discard(cache, out)
+            raise
+        if ranks.first:
+            sizes = ", ".join(f"{name} {len(part):,}" for name, part in trainer.data.parts.items())
+            terminal.note(
+                f"{cell}, {trainer.parameters:,} weights; tokens: {sizes}; {trainer.device_name}"
+                + (f" x {ranks.count}" if ranks.count > 1 else "")
+            )
+        finished = run.follow(trainer, steps)
     ranks.leave()
+    if not finished:
+        raise typer.Exit(130)
     if ranks.first:
         shown = Card(
             data=data_name or ", ".join(path.name for path in data or [cache]),
@@ -327,6 +343,8 @@ def train(
             about=about,
         )
         told = run.write_results(trainer, encoder, shown, prompt.to(place), seed=seed)
+        if tokens is None:
+            run.discard(cache, out)
         print(f"{out}: {told}")
 
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,10 +19,12 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 
-# The others wait this long for the first process, which encodes the data and evaluates.
-TIMEOUT = timedelta(hours=6)
 # Steps between two looks at whether one of the processes was asked to stop.
 STOP_EVERY = 16
+# How long processes wait for the first one while it encodes, evaluates or saves.
+PATIENCE = timedelta(hours=12)
+# Seconds in which whatever started the processes ends them after one has failed.
+GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,23 @@ class Ranks:
         if count == 1:
             return cls()
         if not torch.distributed.is_initialized():
-            on_gpu = device.type == "cuda"
-            if on_gpu:
-                torch.cuda.set_device(device)  # where objects are sent from
-            torch.distributed.init_process_group(
-                "nccl" if on_gpu else "gloo",
-                device_id=device if on_gpu else None,
-                timeout=TIMEOUT,
-            )
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            named = None
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # through which objects are exchanged
+                named = device
+            torch.distributed.init_process_group(backend, device_id=named, timeout=PATIENCE)
         return cls(torch.distributed.get_rank(), count)
+
+    @staticmethod
+    def starts_first() -> bool:
+        """Whether this process is or will be the first one; it need not have joined yet."""
+        return int(os.environ.get("RANK", "0")) == 0
+
+    @staticmethod
+    def local_count() -> int:
+        """Return how many processes of the run this machine has."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @staticmethod
     def local_rank() -> int | None:
@@ -102,7 +115,29 @@ class Ranks:
         torch.distributed.broadcast_object_list(found)
         return found[0]
 
+    @contextmanager
+    def one_failure(self) -> Iterator[None]:
+        """Let an error that several processes meet be told by one of them.
+
+        What all of them meet the first one tells; if one fails, the others lose their connection to
+        it. So those others wait a little before they go on to end, and meanwhile whatever started
+        the processes ends them.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.count > 1 and (not self.first or _is_lost_connection(error)):
+                time.sleep(GRACE)
+            raise
+
     def leave(self) -> None:
         """Leave the other processes."""
         if self.count > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a process does not answer any more; Gloo raises a plain RuntimeError for it."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return type(error) is RuntimeError and "connection" in str(error).lower()

@@ -25,6 +25,7 @@ from engine.training.data import Part
 INDEX = "tokens.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = 1
+DTYPES = ("<u2", "<u4")
 PARTS = ("train", "valid", "test")
 
 
@@ -33,7 +34,7 @@ class PartWriter:
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
         self._folder, self._name = folder, name
-        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._dtype = np.dtype(DTYPES[0] if vocab_size <= 1 << 16 else DTYPES[1])
         self._file = (folder / f"{name}.bin").open("wb")
         self._starts: list[int] = []
         self.tokens = 0
@@ -107,9 +108,14 @@ def read(folder: Path) -> dict[str, Part]:
     if index["format"] != FORMAT:
         raise CheckpointError(f"{path}: format {index['format']}; allowed: {FORMAT}")
     try:
-        return {name: _part(folder, name, entry) for name, entry in index["parts"].items()}
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        parts = {name: _part(folder, name, entry) for name, entry in index["parts"].items()}
+        if "train" not in parts:
+            raise ValueError("there is no train part")
+        if not (folder / TOKENIZER).exists():
+            raise ValueError(f"there is no {TOKENIZER}")
+    except (AttributeError, EOFError, KeyError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder}: a damaged token cache: {error!r}") from error
+    return parts
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -123,6 +129,8 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _part(folder: Path, name: str, entry: dict[str, Any]) -> Part:
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"the dtype of {name} is {entry['dtype']!r}")
     path, dtype = folder / f"{name}.bin", np.dtype(entry["dtype"])
     found = path.stat().st_size
     if found != entry["tokens"] * dtype.itemsize:

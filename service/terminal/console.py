@@ -128,7 +128,7 @@ def command_to_resume() -> str:
 def command_for_others() -> str:
     """Return this command for the README of a checkpoint: absolute paths are cut to their names."""
     words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
-    return shlex.join(["minserve", *(re.sub("(^|=)/.*/(?=.)", r"\1", word) for word in words)])
+    return shlex.join(["minserve", *(re.sub("(^@?|=@?)/.*/(?=.)", r"\1", word) for word in words)])
 
 
 def table(figures: Mapping[str, float | None]) -> str:

@@ -6,25 +6,33 @@ It imports numpy and tokenizers, so it is not imported for `--help`.
 from __future__ import annotations
 
 import hashlib
-import mmap
+import math
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.training import token_cache
 from engine.training.data import Part
 from engine.training.token_cache import PartWriter
 from engine.training.tokenizer import byte_level_tokenizer, train_byte_bpe
 from service.terminal import console as terminal
 from service.terminal.text import PIECE_BYTES, read_tokenizer
-from service.text.documents import ByteRange, Document, files_of, first_lines, read_documents
+from service.text.documents import (
+    ByteRange,
+    Document,
+    document_ranges,
+    files_of,
+    first_lines,
+    read_documents,
+)
 from service.text.tokenizer import Tokenizer
 from service.text.utf8_chunks import Pieces
 
@@ -70,13 +78,28 @@ class Corpus:
     def held_out(self) -> dict[str, HeldOut]:
         """Return what the parts `valid` and `test` are. Raises OSError and ConfigError."""
         given = {"valid": self.valid, "test": self.test}
-        return {name: _held_out(text) for name, text in given.items() if text is not None}
+        found = {name: _held_out(name, text) for name, text in given.items() if text is not None}
+        match found.get("valid"), found.get("test"):
+            case ByteRange() as valid, ByteRange() as test:
+                last = min(_end(valid), _end(test))
+                if max(valid.begin, test.begin) < last:
+                    raise ConfigError("--valid and --test have bytes in common")
+            case frozenset() as valid, frozenset() as test if valid & test:
+                raise ConfigError(f"--valid and --test both have {min(valid & test)!r}")
+        return found
 
 
-def _held_out(text: str) -> HeldOut:
+def _held_out(name: str, text: str) -> HeldOut:
     if text.startswith("@"):
         return first_lines(Path(text[1:]))
-    return ByteRange.parse(text) or Path(text)
+    found = ByteRange.parse(text)
+    if found is not None and found.begin >= _end(found):
+        raise ConfigError(f"--{name} {text} is empty")
+    return found or Path(text)
+
+
+def _end(part: ByteRange) -> float:
+    return math.inf if part.end is None else part.end
 
 
 def prepare(corpus: Corpus, folder: Path) -> dict[str, Part]:
@@ -87,10 +110,12 @@ def prepare(corpus: Corpus, folder: Path) -> dict[str, Part]:
     """
     held_out = corpus.held_out()
     source = _source(corpus, held_out)
-    if token_cache.source_of(folder) == source:
-        terminal.note(f"{folder}: the data is encoded already")
-    else:
-        _encode(corpus, held_out, source, folder)
+    try:
+        if token_cache.source_of(folder) == source:
+            return token_cache.read(folder)
+    except CheckpointError as damaged:
+        terminal.note(f"{damaged}; the data is encoded again")
+    _encode(corpus, held_out, source, folder)
     return token_cache.read(folder)
 
 
@@ -123,8 +148,8 @@ def _encode(
     corpus: Corpus, held_out: dict[str, HeldOut], source: dict[str, Any], folder: Path
 ) -> None:
     """Encode all parts into the folder's cache."""
-    token_cache.clear(folder)
     texts = _Texts(corpus, held_out)
+    token_cache.clear(folder)
     library = _tokenizer(corpus, texts)
     library.save(str(folder / token_cache.TOKENIZER))
     encoder = _Encoder(Tokenizer(library), corpus, several=texts.several)
@@ -138,9 +163,7 @@ def _encode(
                     documents += 1
                     encoder.write(document, writer, every)
                     progress.to(writer.bytes, f"{writer.tokens:,} tokens")
-            what = _in_words(held_out.get(name), documents)
-            parts[name] = writer.finish(what)
-        terminal.note(f"{name}: {writer.tokens:,} tokens of {writer.bytes:,} bytes, {what}")
+            parts[name] = writer.finish(_in_words(held_out.get(name), documents))
     token_cache.write_index(folder, source, parts)
 
 
@@ -160,9 +183,20 @@ class _Texts:
         self._held_out = held_out
         files = files_of(corpus.paths)
         self._size = sum(path.stat().st_size for path in files)
-        self.several = len(files) > 1 or _mentions(files[0], corpus.end_of_text)
-        if isinstance(held_out.get("valid"), Path):
-            self.several = True
+        for name, what in held_out.items():
+            if isinstance(what, ByteRange) and what.begin >= self._size:
+                raise ConfigError(
+                    f"--{name} begins at byte {what.begin:,}; the data has {self._size:,}"
+                )
+        self._check_lists()
+        documents = (
+            document
+            for path in files
+            for document in document_ranges(path, separator=corpus.end_of_text)
+        )
+        self.several = any(isinstance(what, Path) for what in held_out.values()) or (
+            next(islice(documents, 1, None), None) is not None
+        )
 
     def part(self, name: str) -> Iterator[Document]:
         """Yield a part's documents. Raises what `read_documents` does, and ConfigError."""
@@ -173,23 +207,28 @@ class _Texts:
                 if not any(document.first_line in lines for lines in listed):
                     yield document
         elif isinstance(what, frozenset):
-            missing = set(what)
             for document in self._all():
                 if document.first_line in what:
-                    missing.discard(document.first_line)
                     yield document
-            if missing:
-                raise ConfigError(f"no document of the data begins with {min(missing)!r}")
         elif isinstance(what, ByteRange):
             yield from self._read(self._corpus.paths, what)
         elif what is not None:
             yield from self._read([what])
 
+    def _check_lists(self) -> None:
+        """Raise ConfigError if a listed first line is that of no document."""
+        listed = [part for part in self._held_out.values() if isinstance(part, frozenset)]
+        missing = set().union(*listed)
+        if missing:
+            missing -= {document.first_line for document in self._all()}
+        if missing:
+            raise ConfigError(f"no document of the data begins with {min(missing)!r}")
+
     def bytes_of(self, name: str) -> int | None:
         """Return about how many bytes a part has, for the display of progress; None: unknown."""
         what = self._held_out.get(name)
         if isinstance(what, ByteRange):
-            return min(what.end or self._size, self._size) - what.begin
+            return int(min(_end(what), self._size)) - what.begin
         return self._size if name == "train" else None
 
     def _all(self) -> Iterator[Document]:
@@ -207,15 +246,6 @@ class _Texts:
 
     def _read(self, paths: Sequence[Path], within: ByteRange | None = None) -> Iterator[Document]:
         return read_documents(paths, separator=self._corpus.end_of_text, within=within)
-
-
-def _mentions(path: Path, text: str) -> bool:
-    """Whether a file has a text in it."""
-    with path.open("rb") as file:
-        if path.stat().st_size == 0:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.find(text.encode()) >= 0
 
 
 def _tokenizer(corpus: Corpus, texts: _Texts) -> tokenizers.Tokenizer:

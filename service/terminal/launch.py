@@ -17,7 +17,8 @@ STOP_SECONDS = 60.0  # for the others to end after one has failed
 def run_on_gpus(count: int) -> int:
     """Run this command in `count` processes and return the exit code.
 
-    If one fails, the others are ended. Ctrl-C reaches all of them: each ends in its own way.
+    If one fails, the others are ended. SIGINT, SIGTERM and SIGHUP are passed on to all of them as
+    SIGINT: each saves its state and ends.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -31,17 +32,21 @@ def run_on_gpus(count: int) -> int:
     command = [sys.executable, "-m", "service.cli", *sys.argv[1:]]
     children = [
         subprocess.Popen(
-            command, env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command,
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            process_group=0,  # so that a terminal's Ctrl-C comes from here alone, once
         )
         for rank in range(count)
     ]
 
-    def pass_on(number: int, _frame: object) -> None:
-        # from a terminal they have it already; a second one would end them at once
-        if number == signal.SIGTERM or not sys.stdin.isatty():
-            _send(children, signal.SIGINT)
+    def pass_on(_number: int, _frame: object) -> None:
+        _send(children, signal.SIGINT)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, pass_on)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
+    }
     try:
         return _wait(children)
     finally:
@@ -53,20 +58,30 @@ def run_on_gpus(count: int) -> int:
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all and return the first code that is not 0, or 0."""
+    """Wait for all and return the code of the first that failed, or 0."""
     failed, since = 0, 0.0
     while any(child.poll() is None for child in children):
         codes = [child.poll() for child in children]
         if not failed and any(codes):
-            failed, since = next(code for code in codes if code), time.monotonic()
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            failed, since = _exit_code(rank, children[rank]), time.monotonic()
             if failed != 130:  # by Ctrl-C all of them end
                 _send(children, signal.SIGTERM)
         if failed and time.monotonic() - since > STOP_SECONDS:
             terminal.note("the other processes did not end in time and are stopped")
-            return abs(failed)
+            return failed
         time.sleep(0.1)
-    codes = [child.returncode for child in children]
-    return abs(failed or next((code for code in codes if code), 0))
+    return failed or next(
+        (_exit_code(rank, child) for rank, child in enumerate(children) if child.returncode), 0
+    )
+
+
+def _exit_code(rank: int, child: subprocess.Popen[bytes]) -> int:
+    """Return a process's exit code, as a shell does; say so if a signal ended it."""
+    if child.returncode >= 0:
+        return child.returncode
+    terminal.note(f"process {rank} was ended by {signal.Signals(-child.returncode).name}")
+    return 128 - child.returncode
 
 
 def _send(children: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:

@@ -25,7 +25,7 @@ def _print_version(wanted: bool) -> None:
 
 
 # The placeholder of a repeatable option's value; typer would show the list's type instead.
-TEXT, NUMBER = "<str>", "<int>"
+TEXT, NUMBER, PATH = "<str>", "<int>", "<path>"
 
 # Without a command
 Version = Annotated[
@@ -326,7 +326,8 @@ Data = Annotated[
     list[Path] | None,
     Option(
         help="UTF-8 text to train on: a file or a folder; may be given several times. Without "
-        "--valid its last tenth is not trained on, and chooses the best weights."
+        "--valid its last tenth is not trained on, and chooses the best weights.",
+        metavar=PATH,
     ),
 ]
 Tokens = Annotated[

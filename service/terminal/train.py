@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from typer import Exit
-
-from engine.errors import ConfigError
-from engine.training import token_cache
+from engine.errors import CheckpointError, ConfigError
 from engine.training.curve import Point
 from engine.training.data import Data, Part, split
 from engine.training.folder import CURVE_IMAGE, Card, write_card, write_checkpoint
@@ -36,6 +34,19 @@ def check_folder(out: Path) -> None:
     """Raise ConfigError if the folder already holds a run."""
     if any((out / name).exists() for name in ("config.json", CURVE_FILE, FILE_NAME)):
         raise ConfigError(f"{out} already holds a run: give --resume, --overwrite or another --out")
+
+
+def check_can_resume(out: Path) -> None:
+    """Raise CheckpointError if the folder holds no unfinished run."""
+    if not (out / FILE_NAME).exists():
+        raise CheckpointError(f"{out}: there is no unfinished run to resume")
+
+
+def discard(cache: Path, out: Path) -> None:
+    """Remove a run's own token cache, and the run's folder if nothing else is in it."""
+    shutil.rmtree(cache, ignore_errors=True)
+    with suppress(OSError):  # it holds something else, or could not be made
+        out.rmdir()
 
 
 def check_gpus(gpus: int, device: str, batch: int) -> None:
@@ -82,10 +93,10 @@ def begin(trainer: Trainer, out: Path, tokenizer: Tokenizer, *, resume: bool) ->
         tokenizer.save(str(out / "tokenizer.json"))
 
 
-def follow(trainer: Trainer, steps: int) -> None:
-    """Train to the end and show the progress, in the first process.
+def follow(trainer: Trainer, steps: int) -> bool:
+    """Train to the end, show the progress in the first process, and return True.
 
-    Raises Exit with code 130 after Ctrl-C; the run's state has then been saved.
+    Returns False after Ctrl-C; the run's state has then been saved.
     """
     with terminal.catch_interrupt() as interrupt:
         if not trainer.ranks.first:
@@ -97,13 +108,10 @@ def follow(trainer: Trainer, steps: int) -> None:
                     on_point=_shower(progress, steps),
                     should_stop=lambda: interrupt.pressed,
                 )
-    if not finished:
-        if trainer.ranks.first:
-            again = terminal.command_to_resume()
-            terminal.note(
-                f"stopped at step {trainer.step:,}; the state is saved. To resume: {again}"
-            )
-        raise Exit(130)
+    if not finished and trainer.ranks.first:
+        again = terminal.command_to_resume()
+        terminal.note(f"stopped at step {trainer.step:,}; the state is saved. To resume: {again}")
+    return finished
 
 
 def _shower(progress: terminal.Progress, steps: int) -> Callable[[Point], None]:
@@ -142,9 +150,6 @@ def write_results(
         result.model, prompt_ids, SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=seed
     )
     write_card(trainer, result, replace(card, sample=tokenizer.decode(drawn.tolist())))
-    own = trainer.folder / TOKENS_FOLDER
-    if (own / token_cache.INDEX).exists():
-        shutil.rmtree(own)
     name = "test" if "test" in result.losses else "validation"
     return (
         f"best at step {result.best_step:,}; {name} loss "

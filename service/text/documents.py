@@ -183,10 +183,20 @@ def document_ranges(path: Path, *, separator: str) -> Iterator[ByteRange]:
 def first_lines(path: Path) -> frozenset[str]:
     """Read a list of documents' first lines, one a line; empty lines and `#` comments are left out.
 
-    Raises OSError, and ConfigError if it names none.
+    Raises OSError, TextError, and ConfigError if it names none.
     """
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for line in read_text(path).splitlines())
     found = frozenset(line for line in lines if line and not line.startswith("#"))
     if not found:
         raise ConfigError(f"{path}: names no document; allowed: first lines of documents")
     return found
+
+
+def read_text(path: Path) -> str:
+    """Return a small file's text. Raises OSError, and TextError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{path}: not UTF-8 text: {error.reason} at byte {error.start:,}"
+        ) from error

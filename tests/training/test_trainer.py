@@ -10,9 +10,9 @@ from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.models.loader import load_model
 from engine.models.minrnn.config import CellName
 from engine.training.curve import Point
+from engine.training.data import Part
 from engine.training.evaluation import windows_loss
 from engine.training.folder import Card, write_card, write_checkpoint
-from engine.training.data import Part
 from engine.training.sample import sample_ids
 from engine.training.state import FILE_NAME
 from engine.training.trainer import Trainer
