@@ -22,7 +22,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.training import token_cache
 from engine.training.data import Part
 from engine.training.token_cache import PartWriter
-from engine.training.tokenizer import byte_level_tokenizer, train_byte_bpe
+from engine.training.tokenizer import VOCAB_SIZE, byte_level_tokenizer, train_byte_bpe
 from service.terminal import console as terminal
 from service.terminal.text import PIECE_BYTES, read_tokenizer
 from service.text.documents import (
@@ -72,6 +72,8 @@ class Corpus:
             raise ConfigError("--vocab-size and --tokenizer: give one of them")
         if self.test is not None and self.valid is None:
             raise ConfigError("--test needs --valid, by which the best weights are chosen")
+        if self.vocab_size is not None and self.vocab_size < VOCAB_SIZE:
+            raise ConfigError(f"--vocab-size is {self.vocab_size}; allowed: at least {VOCAB_SIZE}")
         if self.header_every < 0:
             raise ConfigError(f"--header-every is {self.header_every}; allowed: at least 0")
 
