@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -377,6 +379,19 @@ def test_pack_matrix_keeps_every_number_once() -> None:
     packed = pack_matrix(weight, gates=2)
     assert packed.numel() == 6 * 16 * 5  # two gates of three panels
     assert sorted(packed[packed != 0].tolist()) == weight.flatten().tolist()
+
+
+def test_packing_does_not_import_the_compiler() -> None:
+    """Some operators on the meta device do, and a start would take seconds longer."""
+    code = """
+import sys, torch
+from engine.models import loader
+from engine.models.backends.cpu import CpuBackend
+model, _ = loader.load_model(loader.resolve("shakespeare-mingru"), "cpu", None, "int8")
+CpuBackend(model, take=True)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_models_that_cannot_be_packed() -> None:

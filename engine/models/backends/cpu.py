@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -78,8 +78,10 @@ def _panels(weight: Tensor, gates: int) -> Tensor:
     """Cut weight [gates * outputs, inputs] into [panels, 16, inputs], alternating between gates."""
     outputs = weight.shape[0] // gates
     count = -(-outputs // _PANEL)
-    padded = weight.new_zeros(gates, count * _PANEL, *weight.shape[1:])
-    padded[:, :outputs] = weight.view(gates, outputs, *weight.shape[1:])
+    padded = weight.view(gates, outputs, *weight.shape[1:])
+    if outputs % _PANEL:
+        padded = weight.new_zeros(gates, count * _PANEL, *weight.shape[1:])
+        padded[:, :outputs] = weight.view(gates, outputs, *weight.shape[1:])
     by_panel = padded.view(gates, count, _PANEL, *weight.shape[1:]).transpose(0, 1)
     return by_panel.reshape(gates * count, _PANEL, *weight.shape[1:])
 
@@ -96,13 +98,37 @@ def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
     steps = panels.unflatten(2, (-1, per_step))  # [panels, 16, steps, inputs of a step]
     # bfloat16 has the inputs of one output side by side, int8 the outputs of one input.
     order = (2, 0, 3, 1) if weight.dtype == torch.int8 else (2, 0, 1, 3)
-    groups = steps.split(3 if gates == 3 else _GROUP)
-    return torch.cat([group.permute(order).flatten() for group in groups])
+    size = 3 if gates == 3 else _GROUP
+    whole = len(steps) // size * size  # panels of full groups, which are packed in one copy
+    groups = steps[:whole].unflatten(0, (-1, size)).permute(0, *(1 + axis for axis in order))
+    packed: Tensor = groups.flatten()
+    if whole == len(steps):
+        return packed
+    return torch.cat([packed, steps[whole:].permute(order).flatten()])
+
+
+def _packed_numel(weight: Tensor, gates: int = 1) -> int:
+    """Return the number of elements that `pack_matrix` or `pack_vector` returns, padding included.
+
+    Packing on the meta device would tell it too, but that makes PyTorch import its compiler.
+    """
+    outputs = gates * -(-weight.shape[0] // gates // _PANEL) * _PANEL
+    if weight.dim() == 1:
+        return outputs
+    per_step = 1 if weight.dtype == torch.float32 else 2
+    return outputs * -(-weight.shape[1] // per_step) * per_step
 
 
 def pack_vector(vector: Tensor, gates: int = 1) -> Tensor:
     """Pack vector [gates * outputs] as fp32 [panels * 16], in the order of the packed outputs."""
     return _panels(vector.detach().float(), gates).flatten()
+
+
+def _packed_checked(weight: Tensor, gates: int) -> Tensor:
+    """Pack a matrix. Raises ValueError for int8 values that the operators do not take."""
+    if weight.dtype == torch.int8 and int(weight.min()) == -128:
+        raise ValueError("an int8 matrix contains -128; allowed: -127 to 127")
+    return pack_matrix(weight, gates)
 
 
 class _Block:
@@ -118,12 +144,17 @@ class _Block:
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self.memory = torch.frombuffer(pages, dtype=torch.uint8)
 
-    def place(self, tensor: Tensor) -> int:
-        """Copy `tensor` in, and return its offset in bytes."""
-        offset, size = self.used, tensor.numel() * tensor.element_size()
+    def place(self, size: int, packed: Callable[[], Tensor]) -> int:
+        """Copy a tensor of `size` bytes in, and return its offset in bytes.
+
+        `packed` returns the tensor; it is not called where bytes are only counted.
+        """
+        offset = self.used
         self.used += -(-size // _LINE) * _LINE
         if self.memory is not None:
-            flat = tensor.contiguous().flatten().view(torch.uint8)
+            flat = packed().contiguous().flatten().view(torch.uint8)
+            if len(flat) != size:
+                raise ValueError(f"a packed tensor has {len(flat)} bytes, not {size}")
             self.memory[offset : offset + size] = flat
         return offset
 
@@ -144,10 +175,6 @@ class _Writer:
         """Append numbers to the plan."""
         self.plan.extend(values)
 
-    def _read(self, tensor: Tensor) -> Tensor:
-        data = tensor.detach()
-        return data if self.block.memory is not None else data.to("meta")
-
     def _done(self, *tensors: Tensor | None) -> None:
         if self.take and self.block.memory is not None:
             for tensor in tensors:
@@ -160,7 +187,8 @@ class _Writer:
         self._done(vector)
 
     def _place_vector(self, vector: Tensor, gates: int = 1) -> int:
-        return self.block.place(pack_vector(self._read(vector), gates))
+        size = 4 * _packed_numel(vector, gates)
+        return self.block.place(size, lambda: pack_vector(vector, gates))
 
     def matrix(
         self, module: nn.Module | None, half: bool, gates: int = 1, bias: Tensor | None = None
@@ -173,11 +201,11 @@ class _Writer:
         scale = None
         if weight.dtype == torch.int8:
             scale = cast("Tensor", module.scale)
-            if not weight.is_meta and bool((weight == -128).any()):
-                raise ValueError("an int8 matrix contains -128; allowed: -127 to 127")
         if bias is None:
             bias = cast("Tensor | None", getattr(module, "bias", None))
-        self.numbers(_KINDS[weight.dtype], self.block.place(pack_matrix(self._read(weight), gates)))
+        size = weight.element_size() * _packed_numel(weight, gates)
+        offset = self.block.place(size, lambda: _packed_checked(weight.detach(), gates))
+        self.numbers(_KINDS[weight.dtype], offset)
         self.vector(scale, gates)
         self.vector(bias, gates)
         self._done(weight)
@@ -188,7 +216,8 @@ class _Writer:
         if tied:
             self.numbers(int(half), -1, -1)
             return
-        self.numbers(_KINDS[weight.dtype], self.block.place(self._read(weight)))
+        size = weight.element_size() * weight.numel()
+        self.numbers(_KINDS[weight.dtype], self.block.place(size, weight.detach))
         self.vector(cast("Tensor", module.scale) if weight.dtype == torch.int8 else None)
         self._done(weight)
 
@@ -197,9 +226,14 @@ class _Writer:
         if conv is None:
             self.numbers(-1, -1)
             return
-        weight = self._read(conv.weight).float()  # [channels, taps]
-        by_tap = nn.functional.pad(weight.t(), (0, -weight.shape[0] % _PANEL))
-        self.numbers(self.block.place(by_tap))
+        weight = conv.weight  # [channels, taps]
+        padding = -weight.shape[0] % _PANEL
+        size = 4 * (weight.shape[0] + padding) * weight.shape[1]
+
+        def by_tap() -> Tensor:
+            return nn.functional.pad(weight.detach().float().t(), (0, padding))
+
+        self.numbers(self.block.place(size, by_tap))
         self.vector(conv.bias)
         self._done(conv.weight)
 
