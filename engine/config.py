@@ -188,7 +188,7 @@ class EngineConfig:
     None means that a value is chosen for the device (engine.device.resolve).
     """
 
-    model: str = "shakespeare-mingru"  # a bundled name, a folder or a Hugging Face repo id
+    model: str = "library-mingru"  # a bundled name, a folder or a Hugging Face repo id
     device: str = "auto"  # "auto", "cpu", "cuda" or "cuda:N"
     dtype: str = "auto"  # or "auto": as stored, if the device computes in that type
     # quantisation at load: "int8", "fp8", or "none" (the checkpoint as it is)

@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     server.add_argument("--pid", type=int, help="its process id on this machine, for its memory")
     server.add_argument("--api-key", help="API key, sent as Authorization: Bearer")
     own = options.add_argument_group("the tool's own server")
-    own.add_argument("--model", default="shakespeare-mingru", help="its model")
+    own.add_argument("--model", default="library-mingru", help="its model")
     own.add_argument("--device", default="cpu", help="its device")
     own.add_argument("--threads", type=int, default=1, help="CPU threads of its engine")
     options.add_argument("--json", type=Path, help="write every figure to this file")

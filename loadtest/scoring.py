@@ -1,6 +1,6 @@
 """Whether `/v1/score` gives the trainer's loss, over the last tenth of a text.
 
-    python -m loadtest.scoring --data tinyshakespeare.txt --model shakespeare-mingru
+    python -m loadtest.scoring --data tinyshakespeare.txt
 
 Asks a running server, and computes the loss with carried state in this process. Exit code 1 if they
 differ by more than 0.001 nats per token.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from engine.config import EngineConfig
 from engine.models.loader import load_model, resolve
 from engine.training.evaluation import carried_loss
 from loadtest.report import command_line, print_environment, save_json
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         "--data", type=Path, required=True, help="the text that the model was trained on"
     )
     options.add_argument(
-        "--model", default="shakespeare-mingru", help="the model that the server serves"
+        "--model", default=EngineConfig.model, help="the model that the server serves"
     )
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)

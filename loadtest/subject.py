@@ -16,13 +16,17 @@ from typing import IO, Any
 from loadtest.served import free_port
 from loadtest.with_httpx import httpx
 
+SMALLEST = "shakespeare-mingru"  # the quickest bundled model to load; a token is a byte
 START_SECONDS = 120.0
 RETURN_SECONDS = 30.0  # for slots to come back, or for a server to
 LOOK = 0.05
 
 
 class Subject:
-    """`minserve serve` with these settings, or with an engine of another `factory`."""
+    """`minserve serve` with these settings, or with an engine of another `factory`.
+
+    The model is SMALLEST unless the settings name another.
+    """
 
     def __init__(
         self, factory: str = "engine.engine:Engine.load", stdout: IO[bytes] | int | None = None,
@@ -31,7 +35,8 @@ class Subject:
         """Create it without starting; `before` runs in the new process, before the server."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        fields = {"port": port, "device": "cpu", "threads": 1, "log_level": "error", **settings}
+        usual = {"model": SMALLEST, "device": "cpu", "threads": 1, "log_level": "error"}
+        fields = {"port": port, **usual, **settings}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "loadtest.served", factory, json.dumps(fields)],
             stdout=subprocess.DEVNULL if stdout is None else stdout,

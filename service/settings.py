@@ -90,7 +90,7 @@ class Settings(BaseSettings):
     metrics_access: Literal["open", "key", "admin"] = "open"  # the key that opens /metrics
 
     # Each engine. engine.config.EngineConfig checks the values.
-    model: str = "shakespeare-mingru"
+    model: str = EngineConfig.model
     model_name: str | None = None  # the name in requests and answers; None = the checkpoint's name
     device: str = "auto"
     dtype: str = "auto"

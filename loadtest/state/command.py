@@ -27,7 +27,7 @@ from loadtest.state.asker import Asker, Texts
 from loadtest.state.contexts import continuations, first_tokens, reading_seconds, samples
 from loadtest.state.copies import copies, restore_cost
 from loadtest.state.sessions import sessions
-from loadtest.subject import Subject
+from loadtest.subject import SMALLEST, Subject
 
 PARTS = ("copies", "context", "samples", "continuations", "sessions")
 MOST_BYTES = 5e9  # of memory for a hundred thousand sessions
@@ -155,7 +155,7 @@ def _options() -> argparse.ArgumentParser:
         default=list(PARTS),
         help="parts to measure (default: all)",
     )
-    options.add_argument("--model", default=EngineConfig.model, help="a bundled model or a folder")
+    options.add_argument("--model", default=SMALLEST, help="a bundled model or a folder")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--threads", type=int, default=1, help="CPU threads of the engine")
     options.add_argument("--asks", type=int, default=50, help="timed requests of each kind")

@@ -63,8 +63,7 @@ Uds = Annotated[
 ServedModel = Annotated[
     str | None,
     Option(
-        help="Model to serve: a bundled name, a folder or a Hugging Face repo id "
-        "[shakespeare-mingru]."
+        help="Model to serve: a bundled name, a folder or a Hugging Face repo id [library-mingru]."
     ),
 ]
 ModelName = Annotated[

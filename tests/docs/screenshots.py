@@ -2,7 +2,7 @@
 
     python -m tests.docs.screenshots [--only NAME]
 
-It starts `minserve serve` with the bundled model, drives the playground in Chromium, load-tests
+It starts `minserve serve` with the default model, drives the playground in Chromium, load-tests
 that server, and writes the files of PICTURES over those in the checkout. Needs Chromium and
 `pip install -e '.[test,browser]'`; exit code 2 where one is missing. The answer's seed is fixed,
 so only figures of speed differ from one run to the next.
@@ -102,7 +102,7 @@ def main() -> int:
         return 2
     from playwright.sync_api import sync_playwright
 
-    server = Server("--device", "cpu", "--threads", "1")
+    server = Server("--device", "cpu", "--threads", "1", model=None)
     try:
         with sync_playwright() as playwright:
             chromium = playwright.chromium.launch(

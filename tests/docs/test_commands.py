@@ -40,7 +40,7 @@ def url(page: str) -> Iterator[str]:
     """Run a server for one page, with the admin key KEY."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINSERVE_ADMIN_KEY", KEY)
-        server = Server("--device", "cpu", "--threads", "1")
+        server = Server("--device", "cpu", "--threads", "1", model=None)
     yield server.url
     server.process.terminate()
     server.process.wait(60)

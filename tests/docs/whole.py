@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         folder = Path(name)
         prepare(folder)
         shutil.copy(text, folder / "tinyshakespeare.txt")
-        server = Server("--device", "cpu", "--threads", "1")
+        server = Server("--device", "cpu", "--threads", "1", model=None)
         try:
             for command in commands():
                 if command.rule.how != "whole" or not command.text.startswith(beginning):

@@ -14,14 +14,17 @@ import httpx
 import pytest
 
 START_SECONDS = 120.0
+SMALLEST = "shakespeare-mingru"  # the quickest bundled model to load; a token is a byte
 
 
 class Server:
     """A running `minserve serve` and what it has written to its terminal."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, model: str | None = SMALLEST) -> None:
+        """`model`: None for the default one."""
+        named = [] if model is None else ["--model", model]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *options],
+            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *named, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -71,11 +74,11 @@ class Server:
 @pytest.fixture(
     scope="module",
     # What differs between the cells, the tests of models and golden texts ask.
-    params=["shakespeare-mingru", pytest.param("shakespeare-minlstm", marks=pytest.mark.slow)],
+    params=[SMALLEST, pytest.param("shakespeare-minlstm", marks=pytest.mark.slow)],
 )
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Each bundled model in turn."""
-    running = Server("--model", request.param, "--device", "cpu", "--threads", "2")
+    """Each model of bytes in turn."""
+    running = Server("--device", "cpu", "--threads", "2", model=request.param)
     running.model = request.param  # type: ignore[attr-defined]
     yield running
     running.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import START_SECONDS, Server
+from tests.e2e.conftest import SMALLEST, START_SECONDS, Server
 from tests.service.process import children, running_module
 
 KEY = "an-admin-key-of-the-tests"
@@ -43,7 +43,7 @@ def test_a_reload_and_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
         with httpx.Client(base_url=server.url, timeout=START_SECONDS) as client:
             _await_status(client, 200)  # of the process that this connection has come to
             name, first = _text(client)
-            assert name == "shakespeare-mingru" and first
+            assert name == SMALLEST and first
             answer = client.post(
                 "/admin/reload", json={"model": "shakespeare-minlstm"}, headers={"x-api-key": KEY}
             )

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    server = Server("--model", str(folder), "--device", "cpu", "--threads", "1")
+    server = Server("--device", "cpu", "--threads", "1", model=str(folder))
     yield server
     assert server.stop() == 0
 

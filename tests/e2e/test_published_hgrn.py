@@ -56,9 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.fixture(scope="module")
 def server(model: Published) -> Iterator[Server]:
-    server = Server(
-        *("--model", str(model.folder), "--device", "cpu", "--threads", "1", "--deterministic")
-    )
+    folder = str(model.folder)
+    server = Server("--device", "cpu", "--threads", "1", "--deterministic", model=folder)
     yield server
     assert server.stop() == 0
 

@@ -1,4 +1,4 @@
-"""The whole product: a real process, a real socket, both bundled models, the real openai client."""
+"""The whole product: a real process, a real socket, bundled models, the real openai client."""
 
 from __future__ import annotations
 

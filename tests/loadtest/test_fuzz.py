@@ -20,6 +20,7 @@ from loadtest.fuzz.mutations import Mutator
 from loadtest.fuzz.raw import Outcome, fuzz
 from loadtest.fuzz.schema import check_schema
 from loadtest.fuzz.snapshots import damaged, fuzz_snapshots
+from loadtest.subject import SMALLEST
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 
@@ -28,8 +29,9 @@ SNAPSHOTS = int(os.environ.get("MINSERVE_SNAPSHOT_MUTATIONS", "300"))
 
 
 def _small() -> ModelRunner:
-    """The bundled model: of the fake one, nobody knows what a state from elsewhere means."""
-    runner = ModelRunner(EngineConfig(device="cpu", threads=1, max_slots=4, share_slots=4))
+    """A bundled model: of the fake one, nobody knows what a state from elsewhere means."""
+    config = EngineConfig(model=SMALLEST, device="cpu", threads=1, max_slots=4, share_slots=4)
+    runner = ModelRunner(config)
     runner.warm_up()
     return runner
 

@@ -45,7 +45,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """A bundled model that offers no starts."""
-    running = Server("--model", "shakespeare-mingru", "--device", "cpu", "--threads", "1")
+    running = Server("--device", "cpu", "--threads", "1", model="shakespeare-mingru")
     yield running
     assert running.stop() == 0
 

@@ -54,7 +54,8 @@ MOST_TOKENS = 600
 
 @pytest.fixture(scope="module", params=MODELS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    yield Engine.load(EngineConfig(max_slots=16, share_slots=4, threads=2, **request.param))
+    options = {"model": "shakespeare-mingru", "max_slots": 16, "share_slots": 4, "threads": 2}
+    yield Engine.load(EngineConfig(**options | request.param))
 
 
 def ask(id: int, grammar: Grammar | None, **fields: Any) -> Request:
