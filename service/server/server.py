@@ -22,6 +22,8 @@ from service.keys import load_keys
 from service.server.sockets import address_of, check_tls, listening
 from service.settings import PREFIX, Settings, unknown_variables
 
+FORMER_MODEL = "shakespeare-mingru"  # the default before library-mingru
+
 logger = logging.getLogger(__name__)
 
 
@@ -58,6 +60,12 @@ def _run(supervisor: Supervisor, settings: Settings, listeners: list[socket.sock
     """Serve requests on the sockets; return the exit code."""
     url = address_of(listeners[0], tls=settings.tls_certificate is not None)
     logger.info("listening on %s (see /docs); loading %s", url, settings.model)
+    if "model" not in settings.model_fields_set:
+        logger.info(
+            "%s is the default model; --model %s serves the former one, whose kept states stay",
+            settings.model,
+            FORMER_MODEL,
+        )
     _raise_file_limit()
     if len(listeners) == 1:
         from engine.supervisor.supervisor_client import LocalSupervisorClient

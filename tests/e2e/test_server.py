@@ -180,6 +180,21 @@ def test_metrics_count_what_was_served(server: Server) -> None:
     assert generated() == before + 5
 
 
+@pytest.mark.slow
+def test_the_default_model_is_told_at_start_and_offers_authors() -> None:
+    running = Server("--device", "cpu", "--threads", "1", model=None)
+    try:
+        (model,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert model["id"] == "library-mingru" and len(model["starts"]) == 6
+        start = model["starts"][0]["text"]
+        (result,) = _generate(running.url, prompts=[start], max_tokens=20, seed=1)["results"]
+        assert len(result["token_ids"]) == 20 and result["text"]
+    finally:
+        assert running.stop() == 0
+    told = [line for line in running.lines if "--model shakespeare-mingru" in line]
+    assert len(told) == 1
+
+
 def test_sigterm_lets_a_stream_finish() -> None:
     running = Server("--device", "cpu", "--threads", "2")
     body = {"prompts": ["ROMEO:"], "max_tokens": 200, "ignore_eos": True, "stream": True}

@@ -110,6 +110,37 @@ def test_sessions_survive_a_restart(tmp_path: Path) -> None:
         second.stop()
 
 
+@pytest.mark.slow
+def test_states_are_there_again_after_another_model_was_served(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--threads", "1", "--state-folder", str(tmp_path))
+    options += ("--disk-cache-bytes", "1000000")
+    prompt = PROMPT * 8  # long enough for a file of the cached prompt
+    first = Server(*options)
+    try:
+        made = ask(first.url, "/v1/states", {"prompt": prompt, "id": "kept"})
+        expected = generate(first.url, "", state="kept")["text"]
+        ask(first.url, "/v1/completions", {"prompt": prompt + "cached", "max_tokens": 1})
+    finally:
+        assert first.stop() == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    assert {path.parent.name for path in before} == {tmp_path.name, "prefixes"}
+    other = Server(*options, model="library-mingru")
+    try:
+        assert httpx.get(f"{other.url}/v1/states/kept").status_code == 404
+        ask(other.url, "/v1/states", {"prompt": prompt, "id": "kept"})
+    finally:
+        assert other.stop() == 0
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    assert before.items() < after.items()
+    again = Server(*options)
+    try:
+        seen = httpx.get(f"{again.url}/v1/states/kept").json()
+        assert (seen["tokens"], seen["stored"]) == (made["tokens"], True)
+        assert generate(again.url, "", state="kept")["text"] == expected
+    finally:
+        assert again.stop() == 0
+
+
 @contextmanager
 def full_disk(server: Server) -> Iterator[None]:
     """The engine's process can write no file of the size of a state's meanwhile."""

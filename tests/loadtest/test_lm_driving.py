@@ -45,7 +45,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def runner() -> Iterator[ModelRunner]:
     config = EngineConfig(
-        device="cpu", dtype="float32", max_slots=8, max_step_tokens=128, threads=1
+        model="shakespeare-mingru",
+        device="cpu",
+        dtype="float32",
+        max_slots=8,
+        max_step_tokens=128,
+        threads=1,
     )
     yield load(config, [1, 8])
 

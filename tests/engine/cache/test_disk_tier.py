@@ -334,6 +334,7 @@ def test_a_models_states_come_back_as_they_were(tmp_path: Path, deterministic: b
 
     def start() -> Engine:
         config = EngineConfig(
+            model="shakespeare-mingru",
             device="cpu",
             threads=1,
             max_slots=2,

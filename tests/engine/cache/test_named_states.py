@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.cache.storage import snapshot
 from engine.cache.storage.file_store import StateFileStore
+from engine.cache.storage.snapshot import StateLayout
 from engine.client.client import EngineClient
 from engine.engine import Engine
 from engine.errors import StateNotFound, StepFailed
@@ -463,6 +465,41 @@ def test_states_outlive_the_engine(tmp_path: Path) -> None:
     third = Talk(state_folder=folder)
     third.runner.outside = later.runner.outside
     assert text(third.run(b"", state="s", owner="alice")) == b"jkl"
+
+
+def test_states_of_another_model_in_the_folder_are_left_as_they_are(tmp_path: Path) -> None:
+    """They are not deleted, touched, counted or found, and are served again afterwards."""
+
+    def start(fingerprint: str, outside: dict[bytes, list[int]] | None = None) -> Talk:
+        talk = Talk(state_folder=str(tmp_path), disk_state_bytes=one)
+        talk.runner.info = msgspec.structs.replace(talk.runner.info, fingerprint=fingerprint)
+        talk.engine = Engine(talk.runner)
+        talk.runner.outside |= outside or {}
+        return talk
+
+    def files() -> dict[str, tuple[int, bytes]]:
+        found = tmp_path.glob("*.safetensors")
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+    shape = FakeRunner().info
+    one = StateLayout("", shape.vocab_size, shape.state, shape.d_model).most_bytes  # for one state
+    former = start("former")
+    former.run(b"abc", keep=KeepState(id="s"))
+    former.engine.close()
+    before = files()
+    other = start("other")
+    assert other.ask("list").states == [] and other.code("get", id="s") == "state_not_found"
+    other.run(b"xyz", keep=KeepState(id="s"))
+    assert other.ask("get", id="s").states[0].stored
+    other.ask("delete", id="s")
+    other.run(b"uvw", keep=KeepState(id="t"))
+    assert other.ask("get", id="t").states[0].stored
+    other.engine.close()
+    assert before.items() < files().items() and len(files()) == 2
+    again = start("former", former.runner.outside)
+    assert [state.id for state in again.ask("list").states] == ["s"]
+    assert text(again.run(b"", state="s")) == b"ghi"
+    again.engine.close()
 
 
 def test_on_disk_there_is_room_for_more_than_in_memory(tmp_path: Path) -> None:
