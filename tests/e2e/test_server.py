@@ -18,10 +18,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import Server
-
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "greedy.json").read_text(encoding="utf-8")
-)
+from tests.golden.greedy import GOLDEN
 
 
 def _generate(url: str, **body: Any) -> dict[str, Any]:
@@ -36,7 +33,7 @@ def test_golden_texts_in_one_batch(server: Server) -> None:
     answer = _generate(
         server.url,
         prompts=[one["prompt"] for one in texts],
-        max_tokens=[len(one["text"]) for one in texts],
+        max_tokens=[one["tokens"] for one in texts],
         temperature=0,
         ignore_eos=True,
     )
