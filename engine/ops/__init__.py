@@ -28,6 +28,7 @@ from engine.ops.scan import (
     minlstm_scan_train,
     minlstm_step,
 )
+from engine.ops.selective import selective_scan, selective_scan_train, selective_step
 
 __all__ = [
     "Logprobs",
@@ -51,5 +52,8 @@ __all__ = [
     "read_reports",
     "report_logprobs_",
     "sample_",
+    "selective_scan",
+    "selective_scan_train",
+    "selective_step",
     "target_logprobs",
 ]

@@ -1,0 +1,224 @@
+"""The selective state space recurrence of Mamba: over packed sequences, one step, and training.
+
+Per channel i with N states (Gu and Dao 2023, arXiv 2312.00752, algorithm 2; A is diagonal):
+
+    dt = softplus(dt + dt_bias)
+    h_t = exp(dt_t A_i) h_{t-1} + dt_t x_t B_t      h, A_i, B_t [N]
+    y_t = (C_t h_t + D_i x_t) silu(z_t)             B and C are shared by all channels
+
+Everything between inputs and results is float32 (float64 for float64).
+
+The operators are composed of torch's and `linear_scan`, so the states of all tokens, which are N
+times as large as x, pass through memory: in pieces of a bounded number of tokens, which depends
+only on shapes. Nothing waits for the device.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.ops.scan import linear_scan, spans
+
+# Bytes of the states and coefficients of a piece of a prompt: three tensors [tokens, channels, N].
+_MOST_PIECE_BYTES = 2**28
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Read packed sequences, each from its state row, which then has the last h.
+
+    Equal to rounding wherever a sequence is split and whatever else is in the batch.
+
+    Args:
+        x: inputs [tokens, channels]; float32, float64, bfloat16 or float16.
+        dt: time steps before bias and softplus, as x.
+        A: float32 (float64 with float64 x) [channels, N], negative.
+        B: [tokens, N].
+        C: [tokens, N].
+        D: [channels].
+        dt_bias: [channels].
+        z: gate before silu, as x; None: no gate.
+        cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
+            Tokens beyond the last entry are padding: their rows of y are zero.
+        state: float32 (float64 with float64 x) [num_slots, channels, N]; **changed in place**.
+        slots: state row of each sequence, int32 [sequences]; one out of range is a padding
+            sequence, which is skipped; its rows of y are zero. No row may occur twice.
+
+    Returns:
+        y [tokens, channels] in x's dtype.
+    """
+    tokens, sequences = len(x), len(slots)
+    if not tokens or not sequences:
+        return torch.zeros_like(x)
+    step = _softplus(dt, dt_bias, state.dtype)  # [tokens, channels]
+    wide, B, C = x.to(state.dtype), B.to(state.dtype), C.to(state.dtype)
+    rows, valid = _rows(state, slots)
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    at = torch.arange(tokens, dtype=torch.int32, device=x.device)
+    sequence = torch.searchsorted(ends.contiguous(), at, right=True)
+    live = sequence < sequences
+    sequence = sequence.clamp(max=sequences - 1)
+    live &= valid[sequence]
+    first, row = (at == begins[sequence]).view(-1, 1, 1), rows[sequence]
+    most = max(1, _MOST_PIECE_BYTES // (3 * A.numel() * state.element_size()))
+    parts: list[Tensor] = []
+    carry: Tensor | None = None
+    for start in range(0, tokens, most):
+        piece = slice(start, min(start + most, tokens))
+        a, b = _coefficients(wide[piece], step[piece], A, B[piece])
+        # The sequences follow each other in one scan: at its first token each forgets what comes
+        # before and adds its own state.
+        b += (state.index_select(0, row[piece]) * a).masked_fill_(~first[piece], 0)
+        a.masked_fill_(first[piece], 0)
+        h = linear_scan(a.flatten(1)[None], b.flatten(1)[None], carry)[0]  # [piece, channels * N]
+        carry = h[-1:]
+        h = h.view_as(a)
+        parts.append(torch.bmm(h, C[piece].unsqueeze(2)).squeeze(2))
+        last = ends.long() - 1 - start
+        written = valid & (begins < ends) & (last >= 0) & (last < len(h))
+        _write(state, rows, written, h, last.clamp(0, len(h) - 1))
+    y = _output(torch.cat(parts), wide, D, z).masked_fill(~live.unsqueeze(1), 0)
+    return y.to(x.dtype)
+
+
+def selective_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Read one token of every sequence: row r of x updates state row slots[r].
+
+    Equal to a scan of length 1, to rounding.
+
+    Args:
+        x, dt, A, B, C, D, dt_bias, z: as for `selective_scan`, with one row for each sequence.
+        state: as for `selective_scan`; **changed in place**.
+        slots: int32 [batch]; one out of range is a padding row, which is skipped; its y is zero. No
+            row may occur twice.
+
+    Returns:
+        y [batch, channels] in x's dtype.
+    """
+    if not slots.shape[0]:
+        return torch.zeros_like(x)
+    wide = x.to(state.dtype)
+    rows, valid = _rows(state, slots)
+    a, b = _coefficients(wide, _softplus(dt, dt_bias, state.dtype), A, B.to(state.dtype))
+    h = b.add_(a.mul_(state.index_select(0, rows)))  # [batch, channels, N]
+    y = torch.bmm(h, C.to(state.dtype).unsqueeze(2)).squeeze(2)
+    _write(state, rows, valid, h, torch.arange(len(h), device=x.device))
+    return _output(y, wide, D, z).masked_fill(~valid.unsqueeze(1), 0).to(x.dtype)
+
+
+def selective_scan_train(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+) -> Tensor:
+    """Read a batch of sequences from states of zeros, differentiably.
+
+    The states of all tokens are kept for the backward pass.
+
+    Args:
+        x: inputs [batch, time, channels]; float32, float64, bfloat16 or float16.
+        dt, z: as x.
+        B, C: [batch, time, N].
+        A, D, dt_bias: as for `selective_scan`.
+
+    Returns:
+        y [batch, time, channels] in x's dtype. Differentiable in all arguments.
+    """
+    wide, B, C = x.to(A.dtype), B.to(A.dtype), C.to(A.dtype)
+    a, b = _coefficients(wide, _softplus(dt, dt_bias, A.dtype), A, B)
+    h = linear_scan(a.flatten(2), b.flatten(2)).view_as(a)  # [batch, time, channels, N]
+    y = torch.matmul(h, C.unsqueeze(-1)).squeeze(-1)
+    return _output(y, wide, D, z).to(x.dtype)
+
+
+def _softplus(dt: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
+    return functional.softplus(dt.to(dtype) + dt_bias.to(dtype))
+
+
+def _coefficients(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (a, b) of h_t = a_t h_{t-1} + b_t, [..., channels, N]."""
+    return torch.exp(dt.unsqueeze(-1) * A), (dt * x).unsqueeze(-1) * B.unsqueeze(-2)
+
+
+def _output(y: Tensor, x: Tensor, D: Tensor, z: Tensor | None) -> Tensor:
+    y = y + D.to(x.dtype) * x
+    return y if z is None else y * functional.silu(z.to(x.dtype))
+
+
+def _rows(state: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a row that exists for every slot, int64, and whether it is the slot's."""
+    rows = slots.long().clamp(0, state.shape[0] - 1)
+    return rows, rows == slots
+
+
+def _write(state: Tensor, rows: Tensor, written: Tensor, h: Tensor, at: Tensor) -> None:
+    """Set state[rows[s]] = h[at[s]] for the sequences s in `written`.
+
+    The host does not know how many these are. The others repeat one of them, so that no two
+    different values are written to one row; if there is none, a row is written as it is.
+    """
+    every = torch.arange(len(rows), device=rows.device)
+    source = torch.where(written, every, written.int().argmax())
+    rows, written = rows[source], written[source].view(-1, 1, 1)
+    values = torch.where(written, h.index_select(0, at[source]), state.index_select(0, rows))
+    state.index_copy_(0, rows, values)
+
+
+# Reference, step by step in plain torch.
+
+
+def selective_scan_reference(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Reference of selective_scan in float64, without side effects; returns (y, the new state)."""
+    x, dt, A, B, C, D, dt_bias = (tensor.double() for tensor in (x, dt, A, B, C, D, dt_bias))
+    y, new_state = torch.zeros_like(x), state.double().clone()
+    step = torch.log1p(torch.exp(dt + dt_bias))
+    gate = torch.ones_like(x) if z is None else z.double() * torch.sigmoid(z.double())
+    for sequence, begin, end in spans(cu_seqlens):
+        slot = int(slots[sequence])
+        if not 0 <= slot < len(state):
+            continue
+        h = new_state[slot]
+        for t in range(begin, end):
+            h = torch.exp(step[t, :, None] * A) * h + (step[t] * x[t])[:, None] * B[t]
+            y[t] = (h @ C[t] + D * x[t]) * gate[t]
+        new_state[slot] = h
+    return y, new_state
