@@ -180,10 +180,11 @@ class LanguageModel(nn.Module, ABC):
         return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:-1], -1)
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
-        """Return what each layer's recurrence needs per channel, computed from shared weights.
+        """Return what each layer's recurrence needs per channel, computed from weights.
 
-        fp32 [channels] for each layer, or None; differentiable. HGRN's lower bounds, which follow
-        from a softmax over all layers, are of this kind.
+        fp32 [channels, ...] for each layer, or None; differentiable. HGRN's lower bounds, which
+        follow from a softmax over all layers, and Mamba's A are of this kind. Backends compute it
+        once.
         """
         return [None] * len(self.layers)
 

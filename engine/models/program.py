@@ -74,6 +74,31 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveRecurrence:
+    """Mamba's recurrence with its selection: [x | z] -> y [tokens, channels].
+
+    u = silu(x); dt, B, C = select(u), each divided by its RMS if there is `norm_eps`; the rest is
+    `selective_scan` (engine/ops/selective.py) with dt.weight dt as time steps, dt.bias and gate z.
+
+    Args:
+        select: [dt_rank + 2 * states, channels], rows dt | B | C; no bias.
+        dt: [channels, dt_rank] with bias.
+        A: fp32 [channels, states], computed from the weights as they were when the program was
+            made.
+        D: [channels].
+        state: name of the state tensor [channels, states].
+        norm_eps: epsilon of the norms of dt, B and C, which have no weights; None: no norms.
+    """
+
+    select: nn.Linear
+    dt: nn.Linear
+    A: Tensor = field(compare=False)
+    D: nn.Parameter = field(compare=False)
+    state: str
+    norm_eps: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm:
     """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
@@ -92,7 +117,7 @@ class Residual:
     """x += value."""
 
 
-Stage = Norm | Linear | Conv | Recurrence | GatedNorm | Elementwise | Residual
+Stage = Norm | Linear | Conv | Recurrence | SelectiveRecurrence | GatedNorm | Elementwise | Residual
 LayerProgram = tuple[Stage, ...]
 
 

@@ -1,7 +1,8 @@
 """Registry of model families: finds the family of a config.json or a config.
 
 A family is a folder of engine/models. A config.json in minserve's form names it in `family`
-("minrnn" if absent); one of another project is recognised by `architectures` or `model_type`.
+("minrnn" if absent); one of another project is recognised by `architectures` or `model_type`, or,
+if it has neither, by a field that only that project writes (`Family.marks`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from engine.errors import ConfigError
 from engine.models.family import Family
 from engine.models.hgrn.family import HgrnFamily
 from engine.models.language_model import LanguageModel
+from engine.models.mamba.family import MambaFamily
 from engine.models.minrnn.family import MinRnnFamily
 
 DEFAULT = MinRnnFamily()
-FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily())
+FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily(), MambaFamily())
 
 
 def family_named(name: object) -> Family:
@@ -42,8 +44,15 @@ def build(config: ModelConfig) -> LanguageModel:
 def is_own(values: Mapping[str, Any]) -> bool:
     """Return whether a config.json, as parsed, is in minserve's form, not another project's."""
     return values.get("model_type", OWN_MODEL_TYPE) == OWN_MODEL_TYPE and (
-        "architectures" not in values
+        "architectures" not in values and _marked_family(values) is None
     )
+
+
+def _marked_family(values: Mapping[str, Any]) -> Family | None:
+    """Return the family whose published config.json files have neither name, only a mark."""
+    if "architectures" in values or "model_type" in values:
+        return None
+    return next((family for family in FAMILIES if family.marks & values.keys()), None)
 
 
 def published_family(values: Mapping[str, Any]) -> Family:
@@ -51,6 +60,9 @@ def published_family(values: Mapping[str, Any]) -> Family:
 
     Raises ConfigError, which lists the known architectures, if there is none.
     """
+    marked = _marked_family(values)
+    if marked is not None:
+        return marked
     architectures = values.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
     named = {name for name in listed if isinstance(name, str)}

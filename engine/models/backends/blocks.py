@@ -31,6 +31,7 @@ from engine.models.program import (
     Norm,
     Recurrence,
     Residual,
+    SelectiveRecurrence,
     Stage,
 )
 from engine.models.quantized import QuantLinear
@@ -271,11 +272,18 @@ def _unlike(model: BlockModel) -> str | None:
     return None
 
 
+def _other_cell(cell: str, support: Support) -> str:
+    *most, last = support.cells
+    return f"cell {cell!r}, but its kernels have only {', '.join(most)} and {last}"
+
+
 def refusal(model: LanguageModel, support: Support) -> str | None:
     """Return why kernels with this support cannot compute the model's layers; None: they can.
 
     The reason completes "not used: ".
     """
+    if any(isinstance(stage, SelectiveRecurrence) for stage in model.program().layers[0]):
+        return _other_cell(model.config.cell, support)
     try:
         compiled = compile_blocks(model)
     except _OtherShapeError as error:
@@ -284,8 +292,7 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     for block in blocks:
         cell = block.recurrence.cell
         if cell not in support.cells:
-            *most, last = support.cells
-            return f"cell {cell!r}, but its kernels have only {', '.join(most)} and {last}"
+            return _other_cell(cell, support)
         if block.operators.output_gate != (block.gated_norm is not None):
             has = "without" if block.gated_norm is None else "with"
             return f"cell {cell!r} {has} a gated norm"
