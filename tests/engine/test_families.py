@@ -17,6 +17,7 @@ from engine.errors import ConfigError
 from engine.models import registry
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.loader import load_model, save_model
+from engine.models.mamba.config import MambaConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
@@ -29,9 +30,14 @@ from engine.training.tokenizer import byte_level_tokenizer
 CLOSE = 1e-4  # log-probabilities of a text that was read in other pieces
 SHAPE: dict[str, Any] = {"vocab_size": 257, "d_model": 32, "n_layers": 3, "dtype": "float32"}
 HGRN: dict[str, Any] = {**SHAPE, "inner": 48, "mlp_hidden": 64, "eos_token_id": 256}
+MAMBA: dict[str, Any] = {
+    **SHAPE, "inner": 64, "state_size": 16, "dt_rank": 2, "eos_token_id": 256,
+}  # fmt: skip
 CONFIGS: dict[str, ModelConfig] = {
     "hgrn": HgrnConfig(**HGRN),
     "hgrn convolved": HgrnConfig(**HGRN, conv_kernel=4, tie_embeddings=True),
+    "mamba": MambaConfig(**MAMBA, tie_embeddings=True),
+    "falcon mamba": MambaConfig(**MAMBA, selection_norm_eps=1e-6, bias=True, conv_kernel=3),
     "own block with hgrn": MinRnnConfig(cell="hgrn", **SHAPE, conv_kernel=3, eos_token_id=256),
 }
 PROMPT = list(b"the quick brown fox jumps over the lazy dog. " * 7)

@@ -40,7 +40,7 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
 def test_no_two_families_have_a_name_in_common() -> None:
     names = [family.name for family in registry.FAMILIES]
     assert len(names) == len(set(names))
-    for kind in ("architectures", "model_types"):
+    for kind in ("architectures", "model_types", "marks"):
         of_all = [name for family in registry.FAMILIES for name in getattr(family, kind)]
         assert len(of_all) == len(set(of_all))
 
