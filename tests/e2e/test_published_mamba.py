@@ -1,0 +1,146 @@
+"""A Mamba folder in mamba_ssm's layout and a Falcon-Mamba one, served whole, against equations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from tests.e2e.conftest import Server
+from tests.models import mamba
+from tests.tokenizer_types import save_tokenizer
+
+MARGIN = 1e-3  # of two logits, so that rounding does not decide
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+class Published:
+    """The folder, and what its model says by the equations in float64."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.tokenizer: Tokenizer = save_tokenizer(folder, "sentencepiece")
+        size = self.tokenizer.get_vocab_size()
+        changes = mamba.FALCON if form == "falcon" else {}
+        self.values = mamba.VALUES | changes | {"vocab_size": size + 3}  # padded
+        self.weights = mamba.published_weights(self.values, seed=3)
+        if form == "falcon":
+            (folder / "config.json").write_text(json.dumps(self.values))
+            save_file(self.weights, folder / "model.safetensors", {"format": "pt"})
+        else:
+            told, weights = mamba.as_mamba_ssm(self.values, self.weights)
+            (folder / "config.json").write_text(json.dumps(told))
+            torch.save(weights, folder / "pytorch_model.bin")
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        return mamba.logits(self.values, self.weights, torch.tensor(ids))
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        """Up to `count` best tokens after `ids`, up to the first whose margin is too small."""
+        found: list[int] = []
+        for _ in range(count):
+            best, second = self.logits(ids + found)[-1].topk(2).values
+            if best - second < MARGIN:
+                break
+            found.append(int(self.logits(ids + found)[-1].argmax()))
+        return found
+
+
+@pytest.fixture(
+    scope="module", params=["mamba_ssm", pytest.param("falcon", marks=pytest.mark.slow)]
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published(tmp_path_factory.mktemp("published") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def server(model: Published) -> Iterator[Server]:
+    server = Server("--model", str(model.folder), "--device", "cpu", "--threads", "1")
+    yield server
+    assert server.stop() == 0
+
+
+def asked(server: Server, path: str, **body: object) -> Any:
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def generated(server: Server, count: int = 8, **body: object) -> tuple[list[int], int]:
+    """Greedy tokens, and how many tokens of the prompt were not read again."""
+    told = asked(server, "/v1/generate", max_tokens=count, **GREEDY, **body)
+    return told["results"][0]["token_ids"], told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_greedy_texts_are_those_of_the_equations(server: Server, model: Published) -> None:
+    for prompt in ("the", "a longer text, with ñ"):
+        ids = asked(server, "/tokenize", prompt=prompt)["tokens"]
+        expected = model.greedy(ids, 12)
+        assert len(expected) >= 3
+        told = asked(
+            *(server, "/v1/completions"),
+            prompt=prompt,
+            max_tokens=len(expected),
+            return_token_ids=True,
+            **GREEDY,
+        )
+        assert told["choices"][0]["token_ids"] == expected
+
+
+def test_scores_are_those_of_the_equations(server: Server, model: Published) -> None:
+    ids = asked(server, "/tokenize", prompt="the rest of it")["tokens"]
+    told = asked(server, "/v1/score", texts=[ids])["results"][0]["token_logprobs"]
+    exact = model.logits(ids).log_softmax(-1)
+    expected = [float(exact[at, token]) for at, token in enumerate(ids[1:])]
+    assert told[0] is None and told[1:] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_state_goes_on_as_the_whole_text(server: Server, model: Published) -> None:
+    """After a named state, a fork and a snapshot of it and from a cached prompt: the same."""
+    ids = asked(server, "/tokenize", prompt="the beginning and the rest of a text")["tokens"]
+    first, then = ids[:-4], ids[-4:]
+    expected = model.greedy(ids, 8)
+    count = len(expected)
+    found, cached = generated(server, count, prompts=[ids])
+    assert count >= 3 and found == expected and cached < len(first)
+    asked(server, "/v1/states", prompt=first, id="begun")
+    asked(server, "/v1/states/begun/fork", id="forked")
+    content = httpx.get(f"{server.url}/v1/states/begun/content").content
+    moved = httpx.post(f"{server.url}/v1/states/import?id=moved", content=content)
+    assert moved.status_code == 200, moved.text
+    for name in ("begun", "forked", "moved"):
+        assert generated(server, count, prompts=[then], state=name)[0] == expected
+    found, cached = generated(server, count, prompts=[ids])
+    assert found == expected and cached >= len(first)
+
+
+def test_a_session_s_turns_are_one_text(server: Server, model: Published) -> None:
+    ids = asked(server, "/tokenize", prompt="the first turn")["tokens"]
+    expected = model.greedy(ids, 5)
+    assert generated(server, len(expected), prompts=[ids], session_id="talk")[0] == expected
+    more = asked(server, "/tokenize", prompt="and more", add_special_tokens=False)["tokens"]
+    last = model.greedy(ids + expected + more, 5)
+    assert len(expected) >= 3 and last
+    assert generated(server, len(last), prompts=[more], session_id="talk")[0] == last
+
+
+def test_models_tells_the_family_its_state_and_its_backend(server: Server) -> None:
+    (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert (card["family"], card["cell"]) == ("mamba", "mamba")
+    assert [(one["name"], one["shape"]) for one in card["state"]] == [
+        ("ssm", [3, 48, 16]),
+        ("conv", [3, 3, 48]),
+    ]
+    assert card["state_bytes"] == 4 * 3 * 48 * (16 + 3)
+    assert card["backend"]["name"] == "eager"
+    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
+    assert {"name": "cpu", "used": False, "reason": reason} in card["backend"]["paths"]
+    assert any(f"CPU backend: not used: {reason}" in line for line in server.lines)
