@@ -102,11 +102,11 @@ class CompletionResponse(OpenAIResponse):
 
 EXAMPLES: dict[str, Any] = {
     "one prompt": {
-        "value": {"prompt": "ROMEO:", "max_tokens": 32, "temperature": 0},
+        "value": {"prompt": "It was a dark night, and", "max_tokens": 32, "temperature": 0},
     },
     "three samples, streamed": {
         "value": {
-            "prompt": "ROMEO:",
+            "prompt": "It was a dark night, and",
             "n": 3,
             "temperature": 0.8,
             "seed": 7,
@@ -115,7 +115,13 @@ EXAMPLES: dict[str, Any] = {
         },
     },
     "the best of four samples": {
-        "value": {"prompt": "ROMEO:", "best_of": 4, "max_tokens": 16, "logprobs": 0, "seed": 1},
+        "value": {
+            "prompt": "It was a dark night, and",
+            "best_of": 4,
+            "max_tokens": 16,
+            "logprobs": 0,
+            "seed": 1,
+        },
     },
     "scoring of a prompt": {
         "value": {"prompt": "To be, or not to be", "max_tokens": 0, "echo": True, "logprobs": 1},

@@ -124,11 +124,11 @@ class GenerateResponse(BaseModel):
 
 EXAMPLES: dict[str, Any] = {
     "one prompt, greedy": {
-        "value": {"prompts": ["ROMEO:"], "max_tokens": 32, "temperature": 0},
+        "value": {"prompts": ["It was a dark night, and"], "max_tokens": 32, "temperature": 0},
     },
     "a batch": {
         "value": {
-            "prompts": ["ROMEO:", "JULIET:\n"],
+            "prompts": ["It was a dark night, and", '"My dear," said'],
             "max_tokens": [16, 24],
             "temperature": 0.8,
             "top_k": 40,
@@ -144,9 +144,13 @@ EXAMPLES: dict[str, Any] = {
         },
     },
     "a turn of a session": {
-        "value": {"prompts": ["JULIET:\n"], "session_id": "balcony", "max_tokens": 24},
+        "value": {
+            "prompts": ['"Who is there?" said Emma.\n\n'],
+            "session_id": "emma",
+            "max_tokens": 24,
+        },
     },
     "streamed": {
-        "value": {"prompts": ["ROMEO:", [74, 85, 76]], "max_tokens": 16, "stream": True},
+        "value": {"prompts": ["My dear", [74, 85, 76]], "max_tokens": 16, "stream": True},
     },
 }

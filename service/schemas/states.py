@@ -239,6 +239,6 @@ class DeletedState(BaseModel):
 
 
 CREATE_EXAMPLES: dict[str, Any] = {
-    "a text": {"value": {"prompt": "ROMEO:\nWhat light through yonder window"}},
+    "a text": {"value": {"prompt": "Title: Emma\nAuthor: Jane Austen\nYear: 1815\n\n"}},
     "ids, kept for an hour": {"value": {"prompt": [74, 85, 76], "id": "juliet", "ttl": 3600}},
 }
