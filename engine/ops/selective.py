@@ -20,7 +20,8 @@ from torch.nn import functional
 from engine.ops.scan import linear_scan, spans
 
 # Bytes of the states and coefficients of a piece of a prompt: three tensors [tokens, channels, N].
-_MOST_PIECE_BYTES = 2**28
+# Larger ones are slower on a CPU, which maps new memory for each.
+_MOST_PIECE_BYTES = {"cpu": 2**24, "cuda": 2**28}
 
 
 def selective_scan(
@@ -71,7 +72,8 @@ def selective_scan(
     sequence = sequence.clamp(max=sequences - 1)
     live &= valid[sequence]
     first, row = (at == begins[sequence]).view(-1, 1, 1), rows[sequence]
-    most = max(1, _MOST_PIECE_BYTES // (3 * A.numel() * state.element_size()))
+    token_bytes = 3 * A.numel() * state.element_size()
+    most = max(1, _MOST_PIECE_BYTES[x.device.type] // token_bytes)
     parts: list[Tensor] = []
     carry: Tensor | None = None
     for start in range(0, tokens, most):
@@ -164,7 +166,7 @@ def _softplus(dt: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _coefficients(x: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """Return (a, b) of h_t = a_t h_{t-1} + b_t, [..., channels, N]."""
-    return torch.exp(dt.unsqueeze(-1) * A), (dt * x).unsqueeze(-1) * B.unsqueeze(-2)
+    return (dt.unsqueeze(-1) * A).exp_(), (dt * x).unsqueeze(-1) * B.unsqueeze(-2)
 
 
 def _output(y: Tensor, x: Tensor, D: Tensor, z: Tensor | None) -> Tensor:

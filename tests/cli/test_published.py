@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from service.terminal import inspect
 from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
-from tests.models import hgrn
+from tests.models import hgrn, mamba
 from tests.models.published import (
     VOCAB,
     WIDTH,
@@ -105,6 +105,26 @@ def test_score_of_an_hgrn_folder_is_that_of_the_equations(
     done = minserve("score", file, "--model", folder, "--json", *ON)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_inspect_tells_the_state_and_the_backend_of_a_mamba_folder(
+    tmp_path: Path, minserve: Minserve
+) -> None:
+    values, weights = mamba.as_mamba_ssm(mamba.VALUES, mamba.published_weights(mamba.VALUES))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    done = minserve("inspect", tmp_path, "--json", "--device", "cpu", "--max-slots", "3")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["form"], told["family"], told["cell"]) == ("published", "mamba", "mamba")
+    assert told["state_bytes"] == 4 * 3 * 48 * (16 + 3)
+    assert told["memory"]["states"] == 4 * told["state_bytes"]
+    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
+    assert told["backend"]["name"] == "eager"
+    assert {"name": "cpu", "used": False, "reason": reason} in told["backend"]["paths"]
+    shown = minserve("inspect", tmp_path, "--device", "cpu").stdout
+    assert f"{told['state_bytes']:,} bytes a sequence: ssm F32 [3, 48, 16]" in shown
+    assert f"not used: {reason}" in shown
 
 
 def test_inspect_tells_what_is_there(

@@ -74,7 +74,8 @@ def test_ragged_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Read in pieces of so many tokens."""
-    monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", most_tokens * 3 * CHANNELS * STATES * 4)
+    most_bytes = {device: most_tokens * 3 * CHANNELS * STATES * 4}
+    monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", most_bytes)
     given, state = case(gated=gated), exact(ROWS, CHANNELS, STATES, seed=20)
     y, new_state = wanted_of(given, CU_SEQLENS, state, SLOTS)
     held = state.float().to(device)
@@ -96,7 +97,8 @@ def test_pieces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         return ops.linear_scan(a, *others)
 
     monkeypatch.setattr(selective, "linear_scan", spy)
-    monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", 100 * 3 * CHANNELS * STATES * 4)
+    most_bytes = {"cpu": 100 * 3 * CHANNELS * STATES * 4 + 1}
+    monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", most_bytes)
     given, state = served(case(), "cpu", torch.float32), torch.zeros(ROWS, CHANNELS, STATES)
     ops.selective_scan(*given, CU_SEQLENS, state, SLOTS)
     assert lengths == [100, 100, 100, 40]
