@@ -74,7 +74,7 @@ class Family(ABC):
     # `model_type` and `architectures` of the config.json files that other projects write
     model_types: ClassVar[frozenset[str]] = frozenset()
     architectures: ClassVar[frozenset[str]] = frozenset()
-    # fields of such files that have neither of both, none of which a file in minserve's form has
+    # fields by which such a file is recognised that has neither of the two; minserve's has none
     marks: ClassVar[frozenset[str]] = frozenset()
     # `architectures` that are named like the family's and are not served, each with the reason
     refused: ClassVar[Mapping[str, str]] = {}

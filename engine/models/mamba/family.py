@@ -167,9 +167,8 @@ def _of_mamba_ssm(values: Mapping[str, Any]) -> MambaConfig:
     vocabulary = values.get("vocab_size", 50277)
     multiple = values.get("pad_vocab_size_multiple", 8)
     for name, value in (("vocab_size", vocabulary), ("pad_vocab_size_multiple", multiple)):
-        most = 2**24
-        allowed = f"an integer from 1 to {most}"
-        check(is_integer(value) and 1 <= value <= most, name, value, allowed)
+        allowed = f"an integer from 1 to {2**24}"
+        check(is_integer(value) and 1 <= value <= 2**24, name, value, allowed)
     try:
         return MambaConfig(
             vocab_size=-(-vocabulary // multiple) * multiple,
@@ -198,24 +197,24 @@ def _check_served(
         check(value in served, prefix + name, value, allowed)
 
 
-def _width(width: object, name: str) -> int:
+def _width(width: Any, name: str) -> int:
     allowed = f"an integer from 1 to {MOST_WIDTH}"
-    check(is_integer(width) and 1 <= cast("int", width) <= MOST_WIDTH, name, width, allowed)
+    check(is_integer(width) and 1 <= width <= MOST_WIDTH, name, width, allowed)
     return cast("int", width)
 
 
-def _inner(expand: object, width: int, name: str) -> int:
+def _inner(expand: Any, width: int, name: str) -> int:
     """Return int(expand * width), which must be a possible number of channels."""
     most = MOST_INNER // width
     check(
-        is_number(expand) and 0 < cast("float", expand) <= most and int(expand * width) >= 1,  # type: ignore[operator]
+        is_number(expand) and 0 < expand <= most and expand * width >= 1,
         name,
         expand,
-        f"a number above 0, at most {most}, that makes at least one channel",
+        f"a number that makes 1 to {MOST_INNER} channels: at most {most}",
     )
-    return int(cast("float", expand) * width)
+    return int(expand * width)
 
 
-def _dt_rank(rank: object, width: int) -> int:
+def _dt_rank(rank: Any, width: int) -> int:
     """Return the rank; "auto" is a sixteenth of the width, rounded up."""
     return -(-width // 16) if rank == "auto" else cast("int", rank)
