@@ -15,7 +15,9 @@ from engine.training.evaluation import (
     Loss,
     carried_loss,
     covering_windows,
+    sample,
     served_windows,
+    streams_loss,
     windows_loss,
 )
 
@@ -152,6 +154,44 @@ def test_served_windows_are_those_of_each_read_from_the_same_state(
     after = sum(served_windows(lm, start, ids, window), Loss(0.0, 0))
     assert after.tokens == len(naive)
     assert after.nats == pytest.approx(sum(naive), rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize(
+    ("tokens", "batch", "limit"),
+    [(2, 4, 0), (9, 4, 0), (41, 1, 0), (41, 3, 0), (60, 3, 24), (60, 3, 31), (60, 3, 2)],
+)
+def test_streams_are_scored_each_with_its_state_carried(
+    cell: CellName, tokens: int, batch: int, limit: int
+) -> None:
+    lm, ids = model(cell, learned=True), text(tokens)
+    loss = streams_loss(lm, ids.int(), window=8, batch=batch, tokens=limit)
+    streams = max(1, min(batch, (tokens - 1) // 8))
+    length = (tokens - 1) // streams
+    read = min(length, max(1, limit // streams)) if limit else length
+    naive = [
+        nat
+        for stream in range(streams)
+        for nat in nats_from_initial_state(lm, ids[stream * length :][: read + 1])
+    ]
+    assert loss.tokens == len(naive) == streams * read
+    assert loss.nats == pytest.approx(sum(naive), rel=1e-5)
+
+
+def test_one_stream_is_the_carried_loss() -> None:
+    lm, ids = model("mingru"), text(60)
+    one, carried = streams_loss(lm, ids.int(), window=8, batch=1), carried_loss(lm, ids)
+    assert one.tokens == carried.tokens
+    assert one.nats == pytest.approx(carried.nats, rel=1e-5)
+
+
+def test_a_sample_is_spread_evenly() -> None:
+    ids = torch.arange(100)
+    assert sample(ids, 12, 4).tolist() == [0, 1, 2, 25, 26, 27, 50, 51, 52, 75, 76, 77]
+    assert sample(ids, 3, 4).tolist() == [0, 25, 50, 75]
+    assert sample(ids, 99, 4).tolist()[-1] == 98
+    for whole in (0, 100, 1000):
+        assert sample(ids, whole, 4) is ids
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.models.loader import load_model
 from engine.models.minrnn.config import CellName
 from engine.training.curve import Point
-from engine.training.data import Part
+from engine.training.data import Part, Windows
 from engine.training.evaluation import windows_loss
 from engine.training.folder import Card, write_card, write_checkpoint
+from engine.training.ranks import Ranks
 from engine.training.sample import sample_ids
 from engine.training.state import FILE_NAME
 from engine.training.trainer import Trainer
@@ -81,6 +83,143 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
         torch.equal(weight, resumed.best.weights[name])
         for name, weight in whole.best.weights.items()
     )
+
+
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+def test_a_resumed_run_goes_on_with_carried_states_muon_and_samples(
+    make_trainer: MakeTrainer, cell: CellName
+) -> None:
+    changes = {
+        "config": {"cell": cell, "learned_initial_state": True},
+        **{"carry": 0.8, "optimizer": "muon", "ema": 0.9, "evaluate_tokens": 40},
+    }
+    whole = make_trainer("whole", **changes)
+    assert whole.run()
+    stop_after(13, make_trainer("parts", **changes))
+    resumed = make_trainer("parts", **changes)
+    resumed.resume()
+    assert resumed.run()
+    points, weights = outcome(whole)
+    resumed_points, resumed_weights = outcome(resumed)
+    assert resumed_points == points
+    assert all(map(torch.equal, weights, resumed_weights))
+
+
+def test_carrying_begins_at_the_initial_state_and_reads_what_came_before(
+    make_trainer: MakeTrainer,
+) -> None:
+    """A first step reads all windows from the initial state; later ones do not."""
+    changes = {"dropout": 0.0, "steps": 2, "evaluate_every": 1, "learning_rate": 0.0}
+    plain, carried = make_trainer(**changes), make_trainer("carried", carry=0.99, **changes)
+    plain.run()
+    carried.run()
+    # other windows are drawn, so only the loss of the untrained model on the same text is like
+    first, then = carried.curve.points()
+    assert first.train_loss == pytest.approx(plain.curve.points()[0].train_loss, rel=0.1)
+    assert then.train_loss != first.train_loss
+    batch = Windows(carried.data.train, batch=4, window=32, seed=0, carry=0.99)
+    state = carried.model.new_state(4).named
+    for point in (first, then):
+        drawn = batch.draw()
+        carried.model.eval()
+        with torch.no_grad():
+            logits, state = carried.model.read(drawn.inputs, state, drawn.fresh)
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.targets.flatten())
+        assert point.train_loss == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("cell", ["mingru", "hgrn"])
+def test_muon_is_for_the_matrices_of_the_layers_alone(
+    make_trainer: MakeTrainer, cell: CellName
+) -> None:
+    changes = {"config": {"cell": cell, "learned_initial_state": True}, "dropout": 0.0}
+    plain = make_trainer("plain", **changes)
+    assert [type(optimizer) for optimizer in plain._optimizers] == [torch.optim.AdamW]
+    trainer = make_trainer(optimizer="muon", weight_decay=0.3, **changes)
+    adamw, muon = trainer._optimizers
+    assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
+    name_of = {id(weight): name for name, weight in trainer.model.named_parameters()}
+
+    def names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
+        return [{name_of[id(w)] for w in group["params"]} for group in optimizer.param_groups]
+
+    products = ["conv.pointwise", "cell.gates", "cell.out", "mlp.up", "mlp.down"]
+    (mine,) = names(muon)
+    assert mine == {f"layers.{i}.{name}.weight" for i in range(2) for name in products}
+    matrices, vectors = names(adamw)
+    assert matrices == {
+        *("embedding.weight", "head.weight"),
+        *(f"layers.{index}.conv.weight" for index in range(2)),
+    }
+    assert mine | matrices | vectors == set(name_of.values())
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.3, 0.0]
+    assert [group["weight_decay"] for group in muon.param_groups] == [0.3]
+    assert {group["adjust_lr_fn"] for group in muon.param_groups} == {"match_rms_adamw"}
+
+
+def test_all_optimizers_follow_the_schedule(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(
+        optimizer="muon", warmup=4, schedule="cosine", learning_rate=1e-2, steps=8
+    )
+    seen = []
+    trainer.run(
+        on_step=lambda step: seen.append(
+            {group["lr"] for optimizer in trainer._optimizers for group in optimizer.param_groups}
+        )
+    )
+    assert seen == [{trainer.recipe.learning_rate_at(step)} for step in range(1, 9)]
+
+
+@pytest.mark.parametrize("carry", [0.0, 0.5])
+def test_muon_and_carried_states_learn(make_trainer: MakeTrainer, carry: float) -> None:
+    trainer = make_trainer(
+        steps=80, evaluate_every=20, learning_rate=1e-2, dropout=0.0, optimizer="muon", carry=carry
+    )
+    trainer.run()
+    points = trainer.curve.points()
+    assert points[-1].train_loss < points[0].train_loss - 1
+    assert points[-1].valid_loss < points[0].valid_loss - 1
+
+
+def test_a_test_part_is_reported_and_chooses_nothing(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.data = dataclasses.replace(
+        trainer.data, test=Part(trainer.data.train.ids[:90], bytes=90, what="a test")
+    )
+    trainer.run()
+    result = write_checkpoint(trainer)
+    assert list(result.losses) == ["valid", "test"]
+    assert result.reported is result.losses["test"]
+    assert result.reported.windows.tokens == 89
+    assert trainer.best is not None
+    assert result.losses["valid"].windows.per_token == pytest.approx(trainer.best.loss, abs=1e-12)
+    about = "A model of questions."
+    card = Card(data="a text", command="x", prompt="\n", sample="```", about=f"\n{about}\n")
+    write_card(trainer, result, card)
+    readme = (trainer.folder / "README.md").read_text()
+    assert f"trained by minserve.\n\n{about}\n\n## Losses" in readme
+    carried = result.losses["test"].carried
+    bits = carried.nats / math.log(2) / 90
+    figures = f"{carried.per_token:.4f} | {bits:.4f} | 89 |"
+    assert f"| test, state carried through the whole part | {figures}" in readme
+    assert "| test | 90 | 90 | a test |" in readme
+    assert readme.count("```") == 4
+
+
+def test_an_evaluation_may_read_a_sample(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(steps=1, evaluate_every=1, evaluate_tokens=40, batch=4)
+    trainer.run()
+    valid = trainer.data.valid.to("cpu")
+    pieces = [valid[index * len(valid) // 4 :][:10] for index in range(4)]
+    expected = windows_loss(trainer.best_model(), torch.cat(pieces), window=32, batch=4)
+    assert trainer.curve.points()[0].valid_loss == pytest.approx(expected.per_token, abs=1e-12)
+
+
+def test_a_batch_that_the_gpus_cannot_share_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    given = (trainer.config, trainer.recipe, trainer.data, trainer.folder, trainer.device)
+    with pytest.raises(ConfigError, match="batch is 4; allowed on 3 GPUs: multiples of 3"):
+        Trainer(*given, ranks=Ranks(0, 3))
 
 
 def test_a_run_that_was_killed_goes_on_from_its_last_save(make_trainer: MakeTrainer) -> None:
