@@ -47,14 +47,14 @@ WARM_UP = 3  # short requests before the measurement
 
 @dataclass(frozen=True)
 class Place:
-    """Where a document lies."""
+    """A document's place in a file."""
 
     path: Path
     within: ByteRange
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Number of the document's bytes."""
         assert self.within.end is not None
         return self.within.end - self.within.begin
 

@@ -27,6 +27,22 @@ PATIENCE = timedelta(hours=12)
 GRACE = 5.0
 
 
+def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the environment of one process of a run on this machine, as torchrun sets it.
+
+    `port`: a free one, on which the first process listens for the others.
+    """
+    return {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process's number and how many there are."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+from engine.training.ranks import environment_of
 from service.terminal import console as terminal
 
 STOP_SECONDS = 60.0  # for the others to end after one has failed
@@ -23,17 +23,11 @@ def run_on_gpus(count: int) -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    world = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-    }
     command = [sys.executable, "-m", "service.cli", *sys.argv[1:]]
     children = [
         subprocess.Popen(
             command,
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment_of(rank, count, port),
             process_group=0,  # so that a terminal's Ctrl-C comes from here alone, once
         )
         for rank in range(count)
