@@ -313,7 +313,7 @@ def train(
                     eos_token_id=encoder.token_to_id(end_of_text),
                 ),
                 recipe,
-                run.data_of(parts, window),
+                run.data_of(parts, window, encoder),
                 out,
                 place,
                 compile_model=compile,

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from engine.errors import CheckpointError, ConfigError
 from engine.training.curve import Point
 from engine.training.data import Data, Part, split
@@ -21,6 +23,7 @@ from engine.training.sample import sample_ids
 from engine.training.state import FILE_NAME
 from engine.training.trainer import CURVE_FILE, Trainer
 from service.terminal import console as terminal
+from service.text.tokenizer import Tokenizer as TextTokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +74,14 @@ def own_device(device: str) -> str:
     return f"cuda:{local}" if torch.cuda.is_available() else device
 
 
-def data_of(parts: dict[str, Part], window: int) -> Data:
+def data_of(parts: dict[str, Part], window: int, tokenizer: Tokenizer) -> Data:
     """Return the parts of a token cache as data; a train part alone is split."""
     if "valid" not in parts:
-        return split(parts["train"], window=window)
+        data = split(parts["train"], window=window)
+        sizes = np.asarray(TextTokenizer(tokenizer).text_sizes())
+        held_out = int(sizes.take(data.valid.ids, mode="clip").sum())
+        rest = parts["train"].bytes - held_out
+        return Data(replace(data.train, bytes=rest), replace(data.valid, bytes=held_out))
     return Data(parts["train"], parts["valid"], parts.get("test"))
 
 

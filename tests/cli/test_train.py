@@ -6,9 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.training.curve import Point
+from engine.training.data import Part
+from engine.training.tokenizer import train_byte_bpe
 from engine.training.trainer import Trainer
 from service.terminal import console, train
 from tests.cli.conftest import TEXT, TINY, Minserve
@@ -189,3 +192,27 @@ def test_progress_says_how_long_the_rest_will_take() -> None:
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert console.duration(seconds) == text
+
+
+def test_the_bytes_of_a_text_that_is_split_are_those_of_its_tokens() -> None:
+    """Not a tenth of all: tokens differ in length."""
+    tokenizer = train_byte_bpe(["one two one two Grüße " * 50], 265, "<end>")
+    ids = tokenizer.encode("one two " * 40 + "xyzzy? " * 20).ids
+    text = tokenizer.decode(ids)
+    whole = Part(np.array(ids), bytes=len(text))
+    data = train.data_of({"train": whole}, 8, tokenizer)
+    assert data.valid.bytes == len(tokenizer.decode(data.valid.ids.tolist()))
+    assert data.train.bytes == len(text) - data.valid.bytes
+    assert train.data_of({"train": whole, "valid": whole}, 8, tokenizer).valid is whole
+
+
+def test_ctrl_c_while_encoding_ends_quietly(
+    minserve: Minserve, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("service.terminal.corpus._encode", interrupt)
+    done = minserve("train", "--data", text_file, "--out", tmp_path / "out", *FAST)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
