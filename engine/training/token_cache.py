@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.training.data import Part
 
 INDEX = "tokens.json"
@@ -70,7 +70,14 @@ class PartWriter:
 
 
 def clear(folder: Path) -> None:
-    """Make the folder if needed and remove a cache from it. Raises OSError."""
+    """Make the folder if needed and remove a cache from it.
+
+    Raises OSError, and ConfigError for a model's folder, whose tokenizer would be overwritten.
+    """
+    if (folder / "config.json").exists():
+        raise ConfigError(
+            f"{folder} is a model's folder; allowed for --tokens: a folder of its own"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / INDEX).unlink(missing_ok=True)
     for name in PARTS:

@@ -53,8 +53,8 @@ class Corpus:
             lines of documents, or a path of other data. Without `valid` nothing is held out here.
         end_of_text: a line of this text ends a document. Behind each document the token of this
             name is read, if the tokenizer has it and the data has more than one document.
-        header_every: mean bytes between two copies of a document's header in the training part; 0:
-            the header is read once.
+        header_every: mean characters between two copies of a document's header in the training
+            part; 0: the header is read once.
         vocab_size: train byte-level BPE with so many tokens; None: use `tokenizer`.
         tokenizer: a tokenizer.json; None: every byte is a token.
     """

@@ -350,7 +350,7 @@ HeaderEvery = Annotated[
     int,
     Option(
         help="Repeat a document's header (lines `Name: value` and an empty line at its beginning) "
-        "before stretches of about so many bytes; 0 = never."
+        "before stretches of about so many characters of the training part; 0 = never."
     ),
 ]
 VocabSize = Annotated[

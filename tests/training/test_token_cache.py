@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.training import token_cache
 from engine.training.token_cache import PartWriter
 
@@ -106,3 +106,11 @@ def test_a_cache_of_another_format_is_made_anew(tmp_path: Path) -> None:
     write(tmp_path)
     _edit(tmp_path, lambda index: index.update(format=2))
     assert token_cache.source_of(tmp_path) is None
+
+
+def test_a_models_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a model's folder"):
+        token_cache.clear(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
