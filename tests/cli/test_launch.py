@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,19 @@ def test_a_process_that_does_not_end_is_killed(
     assert "did not end in time" in capsys.readouterr().err
 
 
+@pytest.fixture
+def heard_signals() -> Iterator[None]:
+    """Signals that what started the tests ignores, as a shell does in the background, are heard."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("heard_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_each_process_once_as_ctrl_c(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
