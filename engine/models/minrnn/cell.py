@@ -89,14 +89,18 @@ class Cell(nn.Module):
         h = self.operators.step(self.recurrence, pre, state, slots, per_channel)
         return self._project(h, pre)
 
-    def forward(
+    def forward(self, x: Tensor, per_channel: Tensor | None = None) -> Tensor:
+        """Read x [batch, time, d_model], differentiably, each sequence from the initial state."""
+        return self.read(x, per_channel)[0]
+
+    def read(
         self,
         x: Tensor,
         per_channel: Tensor | None = None,
         before: Tensor | None = None,
         fresh: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read x [batch, time, d_model], differentiably; return the same shape and the last h.
+        """Read x [batch, time, d_model] like `forward`; return the same shape and the last h.
 
         Each sequence goes on from its row of `before` [batch, inner], or from the initial state if
         there is none or the sequence is `fresh` (bool [batch]). The last h is [batch, inner].

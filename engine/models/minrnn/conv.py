@@ -44,10 +44,14 @@ class CausalConv(nn.Module):
         y: Tensor = self.pointwise(conv_step(x, self.weight, self.bias, state, slots))
         return y
 
-    def forward(
+    def forward(self, x: Tensor) -> Tensor:
+        """Read x [batch, time, d_model], differentiably, every sequence from its beginning."""
+        return self.read(x)[0]
+
+    def read(
         self, x: Tensor, before: Tensor | None = None, fresh: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read x [batch, time, d_model], differentiably; return the same shape and the last inputs.
+        """Read x [batch, time, d_model] like `forward`; return the same shape and the last inputs.
 
         Each sequence goes on from its row of `before` [batch, k - 1, d_model], or from its
         beginning if there is none or the sequence is `fresh` (bool [batch]). The last inputs have

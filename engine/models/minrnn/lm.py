@@ -91,9 +91,10 @@ class Layer(RecurrentLayer):
         """Read like `forward`, and return the state too; see `LM.read`."""
         state, before = {}, before or {}
         if self.conv is not None:
-            y, state["conv"] = self.conv(x, before.get("conv"), fresh)
+            y, state["conv"] = self.conv.read(x, before.get("conv"), fresh)
             x = x + self.dropout(y)
-        y, state["cell"] = self.cell(self.cell_norm(x), per_channel, before.get("cell"), fresh)
+        normed = self.cell_norm(x)
+        y, state["cell"] = self.cell.read(normed, per_channel, before.get("cell"), fresh)
         x = x + self.dropout(y)
         return x if self.mlp is None else x + self.dropout(self.mlp(x)), state
 

@@ -19,7 +19,7 @@ from tests.service.process import Process, running_module
 from tests.service.routes.test_reload import KEY, reload
 from tests.service.server.test_api_workers import MANY, several, streams
 
-LONG = {**ENDLESS, "max_tokens": 300}
+LONG = {**ENDLESS, "max_tokens": 1500}
 
 
 @contextmanager

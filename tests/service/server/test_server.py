@@ -135,7 +135,8 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_code_2() -> None:
 def test_an_engine_that_cannot_be_started_is_an_error_and_code_1() -> None:
     with serving(python="/no/such/python") as process:
         assert process.exit_code() == 1
-        (_, line) = process.lines  # the first says where it listens
+        *_, line = process.lines  # the others say where it listens and which model it serves
+        assert sum("error:" in one for one in process.lines) == 1
         assert line.startswith("minserve: error: the engine process cannot be started: ")
         assert "/no/such/python" in line
 
