@@ -79,6 +79,7 @@ def test_two_processes_train_as_one_does(
     assert "s on 2 x CPU." in (in_two / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_torchruns_variables_do_the_same(in_two: Path, text_file: Path, tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
