@@ -69,7 +69,7 @@ def places(paths: Sequence[Path]) -> list[Place]:
     return [
         Place(path, within)
         for path in files_of(paths)
-        for within in document_ranges(path, separator=END_OF_TEXT)
+        for within in document_ranges(path, END_OF_TEXT)
     ]
 
 

@@ -192,9 +192,7 @@ class _Texts:
                 )
         self._check_lists()
         documents = (
-            document
-            for path in files
-            for document in document_ranges(path, separator=corpus.end_of_text)
+            document for path in files for document in document_ranges(path, corpus.end_of_text)
         )
         self.several = any(isinstance(what, Path) for what in held_out.values()) or (
             next(islice(documents, 1, None), None) is not None

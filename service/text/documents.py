@@ -23,6 +23,9 @@ END_OF_TEXT = "<|endoftext|>"  # the usual separator
 _HEADER = re.compile(r"(?:[^\n:]{1,64}: [^\n]*\n){1,16}\n")
 
 
+_VISIBLE = re.compile(rb"\S")
+
+
 class TextError(ValueError):
     """A file is not UTF-8 text."""
 
@@ -101,6 +104,8 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of files and folders in order; those without any text are left out.
 
+    One document at a time is in memory.
+
     Args:
         paths: files and folders (`files_of`).
         separator: a line of this text ends a document, as the end of a file does; None: only that.
@@ -122,62 +127,58 @@ def read_documents(
         if first >= last:
             continue
         with path.open("rb") as file:
-            file.seek(first)
-            data = file.read(last - first)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            at = first + error.start
-            raise TextError(f"{path}: not UTF-8 text: {error.reason} at byte {at:,}") from error
-        for document in _split(text, separator):
-            if document.strip():
-                yield Document.of(document)
+            for place in document_ranges(path, separator, ByteRange(first, last)):
+                assert place.end is not None
+                file.seek(place.begin)
+                data = file.read(place.end - place.begin)
+                try:
+                    text = data.decode()
+                except UnicodeDecodeError as error:
+                    at = place.begin + error.start
+                    raise TextError(
+                        f"{path}: not UTF-8 text: {error.reason} at byte {at:,}"
+                    ) from error
+                if text.strip():
+                    yield Document.of(text)
     if within is not None and begin >= offset:
         raise ConfigError(f"the range begins at byte {begin:,}; the data has {offset:,}")
 
 
-def _split(text: str, separator: str | None) -> Iterator[str]:
-    if separator is None:
-        yield text
-        return
-    pattern = re.compile(_separator_line(separator), re.MULTILINE)
-    at = 0
-    for found in pattern.finditer(text):
-        yield text[at : found.start()]
-        at = found.end()
-    yield text[at:]
-
-
-def _separator_line(separator: str) -> str:
-    return rf"^{re.escape(separator)}[ \t]*\r?(?:\n|\Z)\n*"
-
-
-def document_ranges(path: Path, *, separator: str) -> Iterator[ByteRange]:
+def document_ranges(
+    path: Path, separator: str | None, within: ByteRange = ByteRange()
+) -> Iterator[ByteRange]:
     """Yield where a file's documents lie, without reading the file into memory.
 
     `read_documents` of a range returns the document. Documents that are ASCII whitespace alone are
-    left out. Raises OSError.
+    left out. `separator` is as there; `within` is a part of the file's bytes. Raises OSError.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
         if not size:
             return
-        mark = separator.encode()
-        line = re.compile(_separator_line(separator).encode(), re.MULTILINE)
+        at, last = within.begin, size if within.end is None else within.end
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cuts: list[tuple[int, int]] = []
-            at = data.find(mark)  # many times as fast as a search for the whole line
-            while at >= 0:
-                found = line.match(data, at)
-                if found is not None:
-                    cuts.append(found.span())
-                at = data.find(mark, at + len(mark) if found is None else found.end())
-            found = None  # a match keeps the mapping open
-            begins = [0, *(end for _, end in cuts)]
-            ends = [*(begin for begin, _ in cuts), size]
-            for begin, end in zip(begins, ends, strict=True):
-                if data[begin:end].strip():
-                    yield ByteRange(begin, end)
+            for begin, end in [*_separators(data, separator, at, last), (last, last)]:
+                if _VISIBLE.search(data, at, begin) is not None:
+                    yield ByteRange(at, begin)
+                at = end
+
+
+def _separators(
+    data: mmap.mmap, separator: str | None, begin: int, end: int
+) -> list[tuple[int, int]]:
+    """Return where lines of the separator begin and end, with the empty lines behind them."""
+    if separator is None:
+        return []
+    mark, cuts = separator.encode(), []
+    line = re.compile(rb"^" + re.escape(mark) + rb"[ \t]*\r?(?:\n|\Z)\n*", re.MULTILINE)
+    at = data.find(mark, begin, end)  # many times as fast as a search for the whole line
+    while at >= 0:
+        found = line.match(data, at, end)
+        if found is not None:
+            cuts.append(found.span())
+        at = data.find(mark, at + len(mark) if found is None else found.end(), end)
+    return cuts
 
 
 def first_lines(path: Path) -> frozenset[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -181,4 +182,5 @@ class MambaLM(LanguageModel):
     def channel_parameters(self) -> Sequence[Tensor | None]:
         """Return each layer's A = -exp(A_log), fp32 (fp64 of fp64) [inner, state_size]."""
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
-        return [-layer.A_log.to(dtype).exp() for layer in self.layers]  # type: ignore[operator]
+        layers = cast("Sequence[Layer]", self.layers)
+        return [-layer.A_log.to(dtype).exp() for layer in layers]

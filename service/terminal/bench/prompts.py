@@ -61,7 +61,7 @@ class Passages:
         self._begins = array("Q")  # bytes
         self._ends = array("Q")
         for number, path in enumerate(self._files):
-            for within in document_ranges(path, separator=END_OF_TEXT):
+            for within in document_ranges(path, END_OF_TEXT):
                 for document in read_documents([path], within=within):
                     self._add(number, within.begin, document, unit)
         if not self._begins:
