@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -14,11 +13,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from tests.e2e.conftest import Server
+from tests.e2e.published import asked, greedy
 from tests.models import hgrn
 from tests.tokenizer_types import save_tokenizer
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-MARGIN = 1e-3  # of two logits, so that rounding does not decide
 
 
 class Published:
@@ -39,14 +38,8 @@ class Published:
         return hgrn.logits(self.values, self.weights, torch.tensor(ids))
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """Up to `count` best tokens after `ids`, up to the first whose margin is too small."""
-        found: list[int] = []
-        for _ in range(count):
-            best, second = self.logits(ids + found)[-1].topk(2).values
-            if best - second < MARGIN:
-                break
-            found.append(int(self.logits(ids + found)[-1].argmax()))
-        return found
+        """The best tokens after `ids`, see `tests.e2e.published`."""
+        return greedy(self.logits, ids, count)
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +53,6 @@ def server(model: Published) -> Iterator[Server]:
     server = Server("--device", "cpu", "--threads", "1", "--deterministic", model=folder)
     yield server
     assert server.stop() == 0
-
-
-def asked(server: Server, path: str, **body: object) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def test_greedy_texts_are_those_of_the_equations(server: Server, model: Published) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from tests.e2e.conftest import Server
+from tests.e2e.published import asked, greedy
 from tests.models import mamba
 from tests.tokenizer_types import save_tokenizer
 
-MARGIN = 1e-3  # of two logits, so that rounding does not decide
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -44,14 +44,8 @@ class Published:
         return mamba.logits(self.values, self.weights, torch.tensor(ids))
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """Up to `count` best tokens after `ids`, up to the first whose margin is too small."""
-        found: list[int] = []
-        for _ in range(count):
-            best, second = self.logits(ids + found)[-1].topk(2).values
-            if best - second < MARGIN:
-                break
-            found.append(int(self.logits(ids + found)[-1].argmax()))
-        return found
+        """The best tokens after `ids`, see `tests.e2e.published`."""
+        return greedy(self.logits, ids, count)
 
 
 @pytest.fixture(
@@ -63,15 +57,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def server(model: Published) -> Iterator[Server]:
-    server = Server("--model", str(model.folder), "--device", "cpu", "--threads", "1")
+    server = Server("--device", "cpu", "--threads", "1", model=str(model.folder))
     yield server
     assert server.stop() == 0
-
-
-def asked(server: Server, path: str, **body: object) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def generated(server: Server, count: int = 8, **body: object) -> tuple[list[int], int]:
