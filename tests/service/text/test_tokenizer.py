@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,16 @@ async def test_long_texts() -> None:
     assert bytes(list(await wrapped["plain_bytes"].encode_async(text))).decode() == text
     ids = await wrapped["byte_level_bpe"].encode_async(text)
     assert wrapped["byte_level_bpe"].decode(ids) == text
+
+
+async def test_other_requests_go_on_while_a_long_text_is_encoded() -> None:
+    encoding = asyncio.create_task(wrapped["byte_level_bpe"].encode_async(" ".join(TEXTS) * 1_000))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 20
+    await encoding
 
 
 def test_load(tmp_path: Path) -> None:
