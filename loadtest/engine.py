@@ -6,8 +6,8 @@
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
     python -m loadtest.engine --deterministic --only decode prefill
 
-Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m and hgrn-1.3b with random weights, bundled names,
-checkpoint folders.
+Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m and hgrn-1.3b with random weights, and checkpoint folders
+of weights that are not quantised.
 
 Parts, chosen with --only:
     decode     a step of the runner, from a plan to ids on the host, greedy: ms and tokens/s
@@ -72,8 +72,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--models",
         nargs="+",
-        help=f"{', '.join(SIZES)}, bundled names or folders (default: 6.3m, 113m, on a GPU 1.3b, "
-        "and the bundled ones)",
+        help=f"{', '.join(SIZES)}, or folders (default: 6.3m, 113m, and on a GPU 1.3b)",
     )
     options.add_argument(
         "--cell",
@@ -219,11 +218,12 @@ def _peer_mode(name: str, kind: str) -> Mode:
 def _jobs(args: argparse.Namespace, kind: str) -> Iterator[tuple[str, str, DtypeName]]:
     """Yield each model once per type, and the sizes once per cell too.
 
-    Raises CheckpointError for a name that is neither a size nor a checkpoint.
+    Raises CheckpointError for a name that is neither a size nor a checkpoint, and ValueError for a
+    checkpoint of quantised weights, with which peers cannot compute.
     """
-    for name in args.models or [*MODELS[kind], *loader.bundled_names()]:
-        if name not in SIZES:
-            loader.resolve(name)
+    for name in args.models or MODELS[kind]:
+        if name not in SIZES and loader.load_config(loader.resolve(name)).quantization is not None:
+            raise ValueError(f"{name}: is quantised; name the checkpoint that it was made from")
         cells = cells_of(name, args.cell) if name in SIZES else args.cell[:1]
         for cell in cells:
             for dtype in args.dtype:

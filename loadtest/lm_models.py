@@ -134,13 +134,10 @@ def subject(name: str, cell: str, device: torch.device, dtype: DtypeName) -> Ite
 
     A folder that was made is removed at the end. A checkpoint keeps its own cell.
 
-    Raises CheckpointError for a name that is neither a size nor a checkpoint, and ValueError for a
-    checkpoint of quantised weights, with which peers cannot compute.
+    Raises CheckpointError for a name that is neither a size nor a checkpoint.
     """
     if name not in SIZES:
         folder = loader.resolve(name)
-        if loader.load_config(folder).quantization is not None:
-            raise ValueError(f"{name}: is quantised; name the checkpoint it was made from")
         model, config = loader.load_model(folder, device, dtype)
         yield Subject(
             name, None, folder, dataclasses.replace(config, dtype=dtype or config.dtype), model

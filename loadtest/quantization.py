@@ -1,6 +1,6 @@
 """What 8-bit weights cost: test losses and size of a model as stored, in int8 and in fp8.
 
-    python -m loadtest.quantization --data tinyshakespeare.txt
+    python -m loadtest.quantization --data tinyshakespeare.txt --model my-model
 
 The losses are the trainer's two, over the last tenth of the text: in windows that each start at
 the initial state, and with the state carried through. Quantised models use the activations that
@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.config import DtypeName, Quantization
 from engine.device import resolve_device, resolve_dtype
 from engine.models.language_model import LanguageModel
-from engine.models.loader import bundled_names, load_config, load_model, resolve
+from engine.models.loader import load_config, load_model, resolve
 from engine.models.quantize import dequantize, quantize
 from engine.models.quantized import quantized_matrices
 from engine.training.data import Part, split
@@ -122,8 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument(
         "--model",
         nargs="+",
-        default=bundled_names(),
-        help="bundled names or folders (default: all bundled)",
+        required=True,
+        help="folders of weights that are not quantised",
     )
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     options.add_argument("--json", type=Path, help="write every figure to this file")
@@ -135,6 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     worst = 0.0
     for name in args.model:
         folder = resolve(name)
+        if load_config(folder).quantization is not None:
+            options.error(f"{name}: is quantised; name the checkpoint that it was made from")
         ids = _test_ids(args.data, folder).to(device)
         chosen = cast(DtypeName, resolve_dtype("auto", device, load_config(folder).dtype))
         exact = measure(folder, name, ids, None, "float32")

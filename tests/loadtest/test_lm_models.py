@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engine.errors import CheckpointError
 from engine.models import loader as checkpoint
 from engine.models.minrnn.config import CellName, MinRnnConfig
-from loadtest import lm_limits
+from loadtest import engine, lm_limits
 from loadtest.lm_models import random_model, size_config, subject, work
 from loadtest.timing import Call
 
@@ -102,6 +102,12 @@ def test_a_bundled_model_is_taken_as_it_is() -> None:
         assert (one.size, one.config.cell) == (None, "minlstm")
         assert one.model.norm.weight.dtype == torch.float32
     assert one.folder.is_dir()
+
+
+def test_quantised_weights_are_not_compared_with_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        engine.main(["--models", "shakespeare-minlstm", "--device", "cpu"])
+    assert "shakespeare-minlstm: is quantised" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_refused() -> None:

@@ -78,3 +78,9 @@ def test_a_change_beyond_what_is_allowed_ends_with_1(
 ) -> None:
     monkeypatch.setattr(quantization, "ALLOWED", 0.0)
     assert main(["--data", str(data), "--model", str(folder), "--device", "cpu"]) == 1
+
+
+def test_quantised_weights_are_refused(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--data", str(data), "--model", "shakespeare-mingru", "--device", "cpu"])
+    assert "shakespeare-mingru: is quantised" in capsys.readouterr().err
