@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
+from engine.models.mamba.lm import MambaLM
 from engine.models.minrnn.lm import LM
-from loadtest.peers import torch_hgrn, torch_lm
+from loadtest.peers import torch_hgrn, torch_lm, torch_mamba
 from loadtest.peers.decoder import Mode, PlainDecoder
 from loadtest.peers.fla_hgrn import FlaModel
+from loadtest.peers.mamba_ssm import MambaSsm
+from loadtest.peers.transformers_mamba import TransformersMamba
 
 #: minGRU-pytorch keeps the logits of all tokens, and its scans all layers' logarithms.
 MIN_LM_TOKENS = 16_384
@@ -27,6 +31,8 @@ def plain_decoder(model: LanguageModel, batch: int, mode: Mode) -> PlainDecoder:
     """
     if isinstance(model, HgrnLM):
         return torch_hgrn.Decoder(model, batch, mode)
+    if isinstance(model, MambaLM):
+        return torch_mamba.Decoder(model, batch, mode)
     return torch_lm.Decoder(_minrnn(model), batch, mode)
 
 
@@ -39,6 +45,8 @@ def plain_prompt_reader(
     """
     if isinstance(model, HgrnLM):
         raise ValueError("plain PyTorch has no parallel form of HGRN")
+    if isinstance(model, MambaLM):
+        raise ValueError("plain PyTorch has no parallel form of Mamba that fits in memory")
     return torch_lm.prompt_reader(_minrnn(model), length, mode)
 
 
@@ -107,8 +115,36 @@ class Fla:
         return self._model.decoder(batch, device)
 
 
+class Mamba:
+    """mamba_ssm if it is installed, else transformers, with the same weights."""
+
+    decodes = True
+
+    def __init__(self, model: MambaLM) -> None:
+        self._given = model
+        self._kind: type[MambaSsm | TransformersMamba] = TransformersMamba
+        on_gpu = model.norm.weight.device.type == "cuda"
+        if on_gpu and importlib.util.find_spec("mamba_ssm") is not None:
+            self._kind = MambaSsm
+        self.name = self._kind.name
+
+    @cached_property
+    def _model(self) -> MambaSsm | TransformersMamba:
+        return self._kind(self._given)
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits [vocab] of its last token."""
+        return self._model.prompt(tokens)
+
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences."""
+        return self._model.step(batch, device)
+
+
 def package_peer(model: LanguageModel) -> PackagePeer | None:
     """Return the package that publishes models of this family, if it is a peer."""
+    if isinstance(model, MambaLM):
+        return Mamba(model)
     if isinstance(model, HgrnLM):
         return Fla(model)
     return MinGruPytorch(model) if isinstance(model, LM) else None

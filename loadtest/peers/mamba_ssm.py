@@ -1,0 +1,118 @@
+"""Mamba of the package mamba_ssm with the same weights, on a GPU.
+
+Prompts are read as its users read them; a step runs in a CUDA graph, as its own generation does
+with `cg=True`. The package keeps states in the type of the weights. causal-conv1d, if it is installed,
+makes it quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.models.mamba.lm import MambaLM
+
+WARM_UP_STEPS = 2
+
+
+def published_state_dict(model: MambaLM) -> dict[str, Tensor]:
+    """Return the model's weights under the names of the package, as views of them."""
+    weights, found = model.state_dict(), {}
+    for name, tensor in weights.items():
+        if not name.startswith("layers."):
+            continue
+        number, rest = name.removeprefix("layers.").split(".", 1)
+        prefix = f"backbone.layers.{number}"
+        if rest == "norm.weight":
+            found[f"{prefix}.norm.weight"] = tensor
+        elif rest == "conv":
+            found[f"{prefix}.mixer.conv1d.weight"] = tensor.unsqueeze(1)
+        elif rest == "conv_bias":
+            found[f"{prefix}.mixer.conv1d.bias"] = tensor
+        else:
+            found[f"{prefix}.mixer.{rest}"] = tensor
+    found["backbone.embedding.weight"] = weights["embedding.weight"]
+    found["backbone.norm_f.weight"] = weights["norm.weight"]
+    head = "embedding.weight" if model.config.tie_embeddings else "head.weight"
+    found["lm_head.weight"] = weights[head]
+    return found
+
+
+class MambaSsm:
+    """The package's `MambaLMHeadModel`. Raises ImportError if the package is not installed."""
+
+    name = "mamba_ssm"
+    decodes = True
+
+    def __init__(self, model: MambaLM) -> None:
+        from mamba_ssm.models.config_mamba import MambaConfig
+        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+
+        config = model.config
+        weight = model.norm.weight
+        if config.selection_norm_eps is not None or config.bias or not config.conv_bias:
+            raise ValueError("the package computes Mamba with its usual biases and norms only")
+        theirs = MambaConfig(
+            d_model=config.d_model,
+            n_layer=config.n_layers,
+            vocab_size=config.vocab_size,
+            ssm_cfg={
+                "layer": "Mamba1",
+                "d_state": config.state_size,
+                "d_conv": config.conv_kernel,
+                "expand": config.inner // config.d_model,
+                "dt_rank": config.dt_rank,
+            },
+            rms_norm=True,
+            residual_in_fp32=config.residual_in_fp32,
+            fused_add_norm=True,
+            pad_vocab_size_multiple=1,
+            tie_embeddings=config.tie_embeddings,
+        )
+        made = MambaLMHeadModel(theirs, device=weight.device, dtype=weight.dtype)
+        made.load_state_dict(published_state_dict(model), strict=True)
+        self._model: Any = made.eval()
+        self._dtype = weight.dtype
+
+    @torch.no_grad()
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits of its last token [vocab]."""
+        found = self._model(tokens[None], num_last_tokens=1)
+        logits: Tensor = found.logits[0, -1]
+        return logits
+
+    @torch.no_grad()
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences greedily."""
+        from mamba_ssm.utils.generation import InferenceParams
+
+        length = 2  # the states do not grow with the text
+        params = InferenceParams(max_seqlen=length, max_batch_size=batch)
+        params.key_value_memory_dict = self._model.allocate_inference_cache(
+            batch, length, dtype=self._dtype
+        )
+        params.seqlen_offset = 1  # not 0: a step
+        tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+
+        def read() -> None:
+            found = self._model(tokens, inference_params=params, num_last_tokens=1)
+            tokens.copy_(found.logits[:, -1].argmax(-1, keepdim=True))
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS):
+                read()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            read()
+
+        def step() -> Tensor:
+            graph.replay()
+            return tokens
+
+        return step
