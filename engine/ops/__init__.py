@@ -29,6 +29,7 @@ from engine.ops.scan import (
     minlstm_step,
 )
 from engine.ops.selective import selective_scan, selective_scan_train, selective_step
+from engine.ops.ssd import ssd_scan, ssd_scan_train, ssd_step
 
 __all__ = [
     "Logprobs",
@@ -55,5 +56,8 @@ __all__ = [
     "selective_scan",
     "selective_scan_train",
     "selective_step",
+    "ssd_scan",
+    "ssd_scan_train",
+    "ssd_step",
     "target_logprobs",
 ]
