@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.config import ModelConfig, check, check_integers, is_number
+from engine.config import MOST_INNER, ModelConfig, check, check_integers, is_number
 from engine.state_spec import StateSpec
-
-MOST_INNER = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
