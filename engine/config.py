@@ -34,7 +34,7 @@ MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 OWN_MODEL_TYPE = "minserve"
 
 MOST_WIDTH = 2**17  # the largest d_model
-MOST_INNER = 2**20  # the most channels of a state space recurrence
+MOST_INNER = 2**20  # the most channels of a recurrence
 MOST_EOS_IDS = 128  # the most end-of-text tokens of one model
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.config import ModelConfig, check, check_integers
+from engine.config import MOST_INNER, ModelConfig, check, check_integers
 from engine.state_spec import StateSpec
 
-MOST_INNER = 2**20
 MOST_MLP_HIDDEN = 2**24
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-from engine.config import MOST_WIDTH, ModelConfig, check, is_integer, is_number
+from engine.config import MOST_INNER, MOST_WIDTH, ModelConfig, check, is_integer, is_number
 from engine.errors import ConfigError
 from engine.models.family import Family, StoredTensor, WeightMap, with_published_names
-from engine.models.hgrn.config import MOST_INNER, MOST_MLP_HIDDEN, HgrnConfig
+from engine.models.hgrn.config import MOST_MLP_HIDDEN, HgrnConfig
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
 

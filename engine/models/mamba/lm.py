@@ -26,19 +26,10 @@ from engine.models.language_model import LanguageModel, RecurrentLayer
 from engine.models.mamba.config import MambaConfig
 from engine.models.program import LayerProgram
 from engine.models.quantized import linear
+from engine.models.residual_norm import ResidualNorm
 from engine.ops import conv_scan, conv_step, selective_scan, selective_scan_train, selective_step
 
 _LEAST_DT, _MOST_DT = 1e-3, 0.1  # time steps of an untrained model
-
-
-class ResidualNorm(nn.RMSNorm):
-    """RMSNorm of a residual stream that may be wider than the weights, whose type it returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Norm x [..., d_model]."""
-        weight = self.weight.to(x.dtype)
-        y = functional.rms_norm(x, tuple(self.normalized_shape), weight, self.eps)
-        return y.to(self.weight.dtype)
 
 
 class Layer(RecurrentLayer):
