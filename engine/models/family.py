@@ -86,6 +86,13 @@ class Family(ABC):
         `config` is of `config_class`.
         """
 
+    def claims(self, values: Mapping[str, Any]) -> bool:
+        """Return whether a published config.json with a name or mark of the family is its own.
+
+        Families may share names and marks: Mamba and Mamba-2 share those of mamba_ssm.
+        """
+        return True
+
     def published_config(self, values: Mapping[str, Any]) -> ModelConfig:
         """Read a published config.json, as parsed.
 

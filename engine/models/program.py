@@ -99,6 +99,34 @@ class SelectiveRecurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class SsdRecurrence:
+    """Mamba-2's recurrence with its gated norm: [z | x | B | C | dt] -> y [tokens, channels].
+
+    x, B, C = silu(x), silu(B), silu(C); h = `ssd_scan` of them (engine/ops/ssd.py); y is
+    h silu(z), each group of its channels divided by its RMS, times the norm's weight.
+
+    Args:
+        A: fp32 [heads], computed from the weights as they were when the program was made.
+        D: [heads].
+        dt_bias: [heads].
+        dt_limit: least and largest time step; the latter may be infinite.
+        norm_weight: weight of the gated norm [channels].
+        norm_eps: its epsilon.
+        groups: parts of the channels that are normed by themselves, and that share B and C.
+        state: name of the state tensor [heads, head_dim, states].
+    """
+
+    A: Tensor = field(compare=False)
+    D: nn.Parameter = field(compare=False)
+    dt_bias: nn.Parameter = field(compare=False)
+    dt_limit: tuple[float, float]
+    norm_weight: nn.Parameter = field(compare=False)
+    norm_eps: float
+    groups: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm:
     """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
@@ -117,7 +145,17 @@ class Residual:
     """x += value."""
 
 
-Stage = Norm | Linear | Conv | Recurrence | SelectiveRecurrence | GatedNorm | Elementwise | Residual
+Stage = (
+    Norm
+    | Linear
+    | Conv
+    | Recurrence
+    | SelectiveRecurrence
+    | SsdRecurrence
+    | GatedNorm
+    | Elementwise
+    | Residual
+)
 LayerProgram = tuple[Stage, ...]
 
 

@@ -16,10 +16,11 @@ from engine.models.family import Family
 from engine.models.hgrn.family import HgrnFamily
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.family import MambaFamily
+from engine.models.mamba2.family import Mamba2Family
 from engine.models.minrnn.family import MinRnnFamily
 
 DEFAULT = MinRnnFamily()
-FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily(), MambaFamily())
+FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily(), MambaFamily(), Mamba2Family())
 
 
 def family_named(name: object) -> Family:
@@ -52,7 +53,8 @@ def _marked_family(values: Mapping[str, Any]) -> Family | None:
     """Return the family whose published config.json files have neither name, only a mark."""
     if "architectures" in values or "model_type" in values:
         return None
-    return next((family for family in FAMILIES if family.marks & values.keys()), None)
+    marked = (family for family in FAMILIES if family.marks & values.keys())
+    return next((family for family in marked if family.claims(values)), None)
 
 
 def published_family(values: Mapping[str, Any]) -> Family:
@@ -72,14 +74,15 @@ def published_family(values: Mapping[str, Any]) -> Family:
                 f"architectures is {architectures!r}, which is not served: {family.refused[name]}",
                 param="architectures",
             )
-        if named & family.architectures or (
+        known = named & family.architectures or (
             not named and values.get("model_type") in tuple(family.model_types)
-        ):
+        )
+        if known and family.claims(values):
             return family
-    known = sorted(name for family in FAMILIES for name in family.architectures)
+    names = sorted({name for family in FAMILIES for name in family.architectures})
     raise ConfigError(
         f"architectures is {architectures!r} and model_type {values.get('model_type')!r}, which "
-        f"minserve does not serve; allowed: {', '.join(known) or 'none'}, or model_type "
+        f"minserve does not serve; allowed: {', '.join(names) or 'none'}, or model_type "
         f"{OWN_MODEL_TYPE!r}",
         param="architectures",
     )

@@ -80,7 +80,7 @@ async function begin() {
     picker.disabled = false;
     const describe = () => {
       const card = data.find(({ id }) => id === picker.value);
-      const kind = { mingru: "minGRU", minlstm: "minLSTM", hgrn: "HGRN", mamba: "Mamba" }[card.cell] ?? card.cell;
+      const kind = { mingru: "minGRU", minlstm: "minLSTM", hgrn: "HGRN", mamba: "Mamba", mamba2: "Mamba-2" }[card.cell] ?? card.cell;
       const numbers = card.quantization ?? card.dtype;
       about.textContent = `${kind}, ${compact(card.parameters)} weights in ${numbers}, on ${card.device}`;
       offer(card);

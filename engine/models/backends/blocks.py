@@ -32,6 +32,7 @@ from engine.models.program import (
     Recurrence,
     Residual,
     SelectiveRecurrence,
+    SsdRecurrence,
     Stage,
 )
 from engine.models.quantized import QuantLinear
@@ -282,7 +283,8 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
 
     The reason completes "not used: ".
     """
-    if any(isinstance(stage, SelectiveRecurrence) for stage in model.program().layers[0]):
+    other = SelectiveRecurrence | SsdRecurrence
+    if any(isinstance(stage, other) for stage in model.program().layers[0]):
         return _other_cell(model.config.cell, support)
     try:
         compiled = compile_blocks(model)

@@ -48,13 +48,14 @@ class MambaFamily(Family):
     model_types: ClassVar[frozenset[str]] = frozenset({"mamba", _FALCON_TYPE})
     architectures: ClassVar[frozenset[str]] = frozenset({"MambaForCausalLM", _FALCON, MAMBA_SSM})
     marks: ClassVar[frozenset[str]] = MARKS
-    refused: ClassVar[Mapping[str, str]] = {
-        "Mamba2ForCausalLM": "the recurrence of Mamba-2 is another one, only Mamba-1 is served"
-    }
 
     def build(self, config: ModelConfig) -> LanguageModel:
         """Return a model with random weights, on torch's default device."""
         return MambaLM(cast("MambaConfig", config))
+
+    def claims(self, values: Mapping[str, Any]) -> bool:
+        """Return whether these are not layers of Mamba-2."""
+        return not is_mamba_ssm(values) or layer_of(values) != "Mamba2"
 
     def published_config(self, values: Mapping[str, Any]) -> ModelConfig:
         """Read a config.json; absent fields have the defaults of the class that wrote it."""
@@ -118,7 +119,7 @@ def _of_mamba_ssm(values: Mapping[str, Any]) -> MambaConfig:
     """Read a config.json of mamba_ssm's `MambaLMHeadModel`."""
     cell = mamba_folders.cell_of(values)
     layer = layer_of(values)
-    check(layer == "Mamba1", "ssm_cfg.layer", layer, "'Mamba1'")
+    check(layer == "Mamba1", "ssm_cfg.layer", layer, "'Mamba1', 'Mamba2'")
     width = mamba_folders.checked_width(values.get("d_model", 2560), "d_model")
     try:
         return MambaConfig(
