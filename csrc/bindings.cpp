@@ -34,6 +34,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("hgrn_step", TORCH_BOX(&minserve::hgrn_step));
   m.impl("conv_scan", TORCH_BOX(&minserve::conv_scan));
   m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
+  m.impl("selective_scan", TORCH_BOX(&minserve::selective_scan));
+  m.impl("selective_step", TORCH_BOX(&minserve::selective_step));
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
@@ -81,6 +83,15 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one convolution step for each row of the batch
   m.def(
       "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+  // Mamba's recurrence over packed sequences: time steps dt before bias and softplus, states of
+  // channels [num_slots, channels, states], gate z before silu
+  m.def(
+      "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
+      "Tensor? z, Tensor cu_seqlens, Tensor(a!) state, Tensor slots) -> Tensor");
+  // one such step for each row of the batch
+  m.def(
+      "selective_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
+      "Tensor? z, Tensor(a!) state, Tensor slots) -> Tensor");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(

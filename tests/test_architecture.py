@@ -194,6 +194,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "cells": {"core"},
     "scan": {"arch", "core", "cells"},
     "conv1d": {"core"},
+    "selective": {"core", "cells"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
     "cpu_model": {"core", "cells"},

@@ -47,6 +47,13 @@ Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
 Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                  const Tensor& state, const Tensor& slots);
 
+Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                      const Tensor& C, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
+                      const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots);
+Tensor selective_step(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                      const Tensor& C, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
+                      const Tensor& state, const Tensor& slots);
+
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
              const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
              const MaybeTensor& mask_of);

@@ -1,6 +1,7 @@
 // Operations on single rows between products: embedding lookup, norms, activations.
 #pragma once
 
+#include "../cells/silu_cpu.h"
 #include "multiply.h"
 
 namespace minserve {
@@ -87,12 +88,6 @@ MS_CELL VF short_gelu(VF x) {
 template <class Fed>
 MS_CELL VF gelu_for(VF x) {
   return Fed::kHalf ? short_gelu(x) : gelu(x);
-}
-
-// x sigma(x). Of |x|, so that the exponential stays below one.
-MS_CELL VF silu(VF x) {
-  const VF small = exp2_of(absolute(x) * splat<VF>(-kLog2e)), inverse = reciprocal(small + 1.0f);
-  return x * (x < 0.0f ? small * inverse : inverse);
 }
 
 // Channels [begin, end) of row `index` of a table of `width` columns -> x.
