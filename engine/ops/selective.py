@@ -8,16 +8,23 @@ Per channel i with N states (Gu and Dao 2023, arXiv 2312.00752, algorithm 2; A i
 
 Everything between inputs and results is float32 (float64 for float64).
 
-The operators are composed of torch's and `linear_scan`, so the states of all tokens, which are N
-times as large as x, pass through memory: in pieces of a bounded number of tokens, which depends
-only on shapes. Nothing waits for the device.
+The operators of the library (csrc/selective) go from token to token, with the states of a run of
+channels in cache. For float64, and with a library that lacks them, `composed_scan` and
+`composed_step` do the same by torch's operators and `linear_scan`. There the states of all tokens,
+which are N times as large as x, pass through memory, in pieces of a bounded number of tokens, which
+depends only on shapes. Nothing waits for the device.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import linear_scan, spans
+
+_IN_LIBRARY = hasattr(torch.ops.minserve, "selective_scan")
 
 # Bytes of the states and coefficients of a piece of a prompt: three tensors [tokens, channels, N].
 # Larger ones are slower on a CPU, which maps new memory for each.
@@ -39,59 +46,37 @@ def selective_scan(
 ) -> Tensor:
     """Read packed sequences, each from its state row, which then has the last h.
 
-    Equal to rounding wherever a sequence is split and whatever else is in the batch.
+    A sequence's result is bitwise the same whatever the rest of the batch and the number of threads
+    and, with a float32 state, wherever it was split (composed: equal to rounding).
 
     Args:
-        x: inputs [tokens, channels]; float32, float64, bfloat16 or float16.
+        x: inputs [tokens, channels]; float32, float64, bfloat16 or float16. Rows of this and of the
+            other tensors with a row for each token may lie apart.
         dt: time steps before bias and softplus, as x.
-        A: float32 (float64 with float64 x) [channels, N], negative.
-        B: [tokens, N].
-        C: [tokens, N].
-        D: [channels].
-        dt_bias: [channels].
+        A: float32 (float64 with float64 x) [channels, N], negative; N is at most 4,096.
+        B, C: [tokens, N], x's dtype.
+        D, dt_bias: [channels], x's dtype or float32.
         z: gate before silu, as x; None: no gate.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
             Tokens beyond the last entry are padding: their rows of y are zero.
-        state: float32 (float64 with float64 x) [num_slots, channels, N]; **changed in place**.
-        slots: state row of each sequence, int32 [sequences]; one out of range is a padding
-            sequence, which is skipped; its rows of y are zero. No row may occur twice.
+        state: float32 or bfloat16 (float64 with float64 x) [num_slots, channels, N], each row
+            contiguous; **changed in place**. A bfloat16 row is rounded once, at the end.
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
+            skipped; its rows of y are zero. No row may occur twice.
 
     Returns:
         y [tokens, channels] in x's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
+            and slots (on CUDA and composed, sequences with a slot out of range are skipped).
     """
-    tokens, sequences = len(x), len(slots)
-    if not tokens or not sequences:
-        return torch.zeros_like(x)
-    step = _softplus(dt, dt_bias, state.dtype)  # [tokens, channels]
-    wide, B, C = x.to(state.dtype), B.to(state.dtype), C.to(state.dtype)
-    rows, valid = _rows(state, slots)
-    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    at = torch.arange(tokens, dtype=torch.int32, device=x.device)
-    sequence = torch.searchsorted(ends.contiguous(), at, right=True)
-    live = sequence < sequences
-    sequence = sequence.clamp(max=sequences - 1)
-    live &= valid[sequence]
-    first, row = (at == begins[sequence]).view(-1, 1, 1), rows[sequence]
-    token_bytes = 3 * A.numel() * state.element_size()
-    most = max(1, _MOST_PIECE_BYTES[x.device.type] // token_bytes)
-    parts: list[Tensor] = []
-    carry: Tensor | None = None
-    for start in range(0, tokens, most):
-        piece = slice(start, min(start + most, tokens))
-        a, b = _coefficients(wide[piece], step[piece], A, B[piece])
-        # The sequences follow each other in one scan: at its first token each forgets what comes
-        # before and adds its own state.
-        b += (state.index_select(0, row[piece]) * a).masked_fill_(~first[piece], 0)
-        a.masked_fill_(first[piece], 0)
-        h = linear_scan(a.flatten(1)[None], b.flatten(1)[None], carry)[0]  # [piece, channels * N]
-        carry = h[-1:]
-        h = h.view_as(a)
-        parts.append(torch.bmm(h, C[piece].unsqueeze(2)).squeeze(2))
-        last = ends.long() - 1 - start
-        written = valid & (begins < ends) & (last >= 0) & (last < len(h))
-        _write(state, rows, written, h, last.clamp(0, len(h) - 1))
-    y = _output(torch.cat(parts), wide, D, z).masked_fill(~live.unsqueeze(1), 0)
-    return y.to(x.dtype)
+    if _is_composed(x):
+        return composed_scan(x, dt, A, B, C, D, dt_bias, z, cu_seqlens, state, slots)
+    y: Tensor = torch.ops.minserve.selective_scan(
+        x, dt, A, B, C, D, dt_bias, z, cu_seqlens, state, slots
+    )
+    return y
 
 
 def selective_step(
@@ -108,26 +93,24 @@ def selective_step(
 ) -> Tensor:
     """Read one token of every sequence: row r of x updates state row slots[r].
 
-    Equal to a scan of length 1, to rounding.
+    Bitwise equal to a scan of length 1 (composed: to rounding).
 
     Args:
         x, dt, A, B, C, D, dt_bias, z: as for `selective_scan`, with one row for each sequence.
         state: as for `selective_scan`; **changed in place**.
-        slots: int32 [batch]; one out of range is a padding row, which is skipped; its y is zero. No
-            row may occur twice.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its y is zero. No row may
+            occur twice.
 
     Returns:
         y [batch, channels] in x's dtype.
+
+    Raises:
+        RuntimeError: as for `selective_scan`.
     """
-    if not slots.shape[0]:
-        return torch.zeros_like(x)
-    wide = x.to(state.dtype)
-    rows, valid = _rows(state, slots)
-    a, b = _coefficients(wide, _softplus(dt, dt_bias, state.dtype), A, B.to(state.dtype))
-    h = b.add_(a.mul_(state.index_select(0, rows)))  # [batch, channels, N]
-    y = torch.bmm(h, C.to(state.dtype).unsqueeze(2)).squeeze(2)
-    _write(state, rows, valid, h, torch.arange(len(h), device=x.device))
-    return _output(y, wide, D, z).masked_fill(~valid.unsqueeze(1), 0).to(x.dtype)
+    if _is_composed(x):
+        return composed_step(x, dt, A, B, C, D, dt_bias, z, state, slots)
+    y: Tensor = torch.ops.minserve.selective_step(x, dt, A, B, C, D, dt_bias, z, state, slots)
+    return y
 
 
 def selective_scan_train(
@@ -160,6 +143,83 @@ def selective_scan_train(
     return _output(y, wide, D, z).to(x.dtype)
 
 
+def _is_composed(x: Tensor) -> bool:
+    return x.dtype == torch.float64 or not _IN_LIBRARY
+
+
+def composed_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Compute `selective_scan` by torch's operators and `linear_scan`."""
+    tokens, sequences = len(x), len(slots)
+    if not tokens or not sequences:
+        return torch.zeros_like(x)
+    step = _softplus(dt, dt_bias, A.dtype)  # [tokens, channels]
+    wide, B, C = x.to(A.dtype), B.to(A.dtype), C.to(A.dtype)
+    rows, valid = _rows(state, slots)
+    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    at = torch.arange(tokens, dtype=torch.int32, device=x.device)
+    sequence = torch.searchsorted(ends.contiguous(), at, right=True)
+    live = sequence < sequences
+    sequence = sequence.clamp(max=sequences - 1)
+    live &= valid[sequence]
+    first, row = (at == begins[sequence]).view(-1, 1, 1), rows[sequence]
+    token_bytes = 3 * A.numel() * A.element_size()
+    most = max(1, _MOST_PIECE_BYTES[x.device.type] // token_bytes)
+    parts: list[Tensor] = []
+    carry: Tensor | None = None
+    for start in range(0, tokens, most):
+        piece = slice(start, min(start + most, tokens))
+        a, b = _coefficients(wide[piece], step[piece], A, B[piece])
+        # The sequences follow each other in one scan: at its first token each forgets what comes
+        # before and adds its own state.
+        b += (state.index_select(0, row[piece]) * a).masked_fill_(~first[piece], 0)
+        a.masked_fill_(first[piece], 0)
+        h = linear_scan(a.flatten(1)[None], b.flatten(1)[None], carry)[0]  # [piece, channels * N]
+        carry = h[-1:]
+        h = h.view_as(a)
+        parts.append(torch.bmm(h, C[piece].unsqueeze(2)).squeeze(2))
+        last = ends.long() - 1 - start
+        written = valid & (begins < ends) & (last >= 0) & (last < len(h))
+        _write(state, rows, written, h, last.clamp(0, len(h) - 1))
+    y = _output(torch.cat(parts), wide, D, z).masked_fill(~live.unsqueeze(1), 0)
+    return y.to(x.dtype)
+
+
+def composed_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Compute `selective_step` by torch's operators."""
+    if not slots.shape[0]:
+        return torch.zeros_like(x)
+    wide = x.to(A.dtype)
+    rows, valid = _rows(state, slots)
+    a, b = _coefficients(wide, _softplus(dt, dt_bias, A.dtype), A, B.to(A.dtype))
+    h = b.add_(a.mul_(state.index_select(0, rows)))  # [batch, channels, N]
+    y = torch.bmm(h, C.to(A.dtype).unsqueeze(2)).squeeze(2)
+    _write(state, rows, valid, h, torch.arange(len(h), device=x.device))
+    return _output(y, wide, D, z).masked_fill(~valid.unsqueeze(1), 0).to(x.dtype)
+
+
 def _softplus(dt: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:
     return functional.softplus(dt.to(dtype) + dt_bias.to(dtype))
 
@@ -189,7 +249,8 @@ def _write(state: Tensor, rows: Tensor, written: Tensor, h: Tensor, at: Tensor) 
     every = torch.arange(len(rows), device=rows.device)
     source = torch.where(written, every, written.int().argmax())
     rows, written = rows[source], written[source].view(-1, 1, 1)
-    values = torch.where(written, h.index_select(0, at[source]), state.index_select(0, rows))
+    new = h.index_select(0, at[source]).to(state.dtype)
+    values = torch.where(written, new, state.index_select(0, rows))
     state.index_copy_(0, rows, values)
 
 
@@ -224,3 +285,12 @@ def selective_scan_reference(
             y[t] = (h @ C[t] + D * x[t]) * gate[t]
         new_state[slot] = h
     return y, new_state
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+if _IN_LIBRARY:
+    torch.library.register_fake("minserve::selective_scan", _fake)
+    torch.library.register_fake("minserve::selective_step", _fake)

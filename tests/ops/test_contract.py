@@ -37,6 +37,8 @@ NAMES = [
     "hgrn_step",
     "conv_scan",
     "conv_step",
+    "selective_scan",
+    "selective_step",
     "target_logprobs",
 ]
 
@@ -50,6 +52,8 @@ STATE_AT = {
     "hgrn_step": 1,
     "conv_scan": 4,
     "conv_step": 3,
+    "selective_scan": 9,
+    "selective_step": 8,
 }
 
 
@@ -77,6 +81,8 @@ def _arguments(name: str) -> tuple[Any, ...]:
         if name == "conv_step":
             return exact(3, 5, seed=7).float(), weight, bias, state, slots
         return exact(12, 5, seed=7).float(), weight, bias, int32(0, 2, 7, 10), state, slots
+    if name.startswith("selective"):
+        return _selective_arguments(name)
     cell = name.split("_")[0]
     options = given_options(
         {"mingru": (False,), "minlstm": (False, True), "hgrn": (BOUND,)}[cell], channels=5
@@ -91,6 +97,19 @@ def _arguments(name: str) -> tuple[Any, ...]:
         return pre.float(), cu_seqlens, h0, *options
     h, seen = exact(340, 5, seed=9).float(), exact(340, 5, seed=10).float()
     return seen, h0 * 0.5, pre.float(), h, cu_seqlens, h0, *options
+
+
+def _selective_arguments(name: str) -> tuple[Any, ...]:
+    def rows(columns: int, seed: int) -> Tensor:
+        return exact(12 if name.endswith("scan") else 3, columns, seed=seed).float()
+
+    vectors = [exact(5, seed=seed).float() for seed in (15, 16)]
+    state, slots = exact(4, 5, 16, seed=17).float(), int32(2, -1, 0)
+    a = -exact(5, 16, seed=14).float().abs()
+    inputs = rows(5, 12), rows(5, 13), a, rows(16, 18), rows(16, 19), *vectors, rows(5, 20)
+    if name.endswith("step"):
+        return *inputs, state, slots
+    return *inputs, int32(0, 2, 7, 10), state, slots
 
 
 def call(name: str) -> Callable[..., Any]:
@@ -220,7 +239,7 @@ def test_strided_and_misaligned_inputs(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", list(STATE_AT))
+@pytest.mark.parametrize("name", [name for name in STATE_AT if not name.startswith("selective")])
 def test_state_rows_may_be_apart(device: str, name: str) -> None:
     plain, index = arguments(name, device), STATE_AT[name]
     state = plain[index]

@@ -61,6 +61,33 @@ BAD_TENSORS = [
     ("conv_scan", 4, torch.ones(4, 5, 3).mT, "last dimension must be contiguous"),
     ("conv_step", 3, torch.ones(4, 3, 5, dtype=torch.float16), "state must be float32"),
     ("conv_step", 4, int32(0), "slots must be"),
+    ("selective_scan", 0, torch.ones(12), "x must be [tokens, channels]"),
+    ("selective_scan", 0, torch.ones(12, 5, dtype=torch.float64), "x must be float32, bfloat16"),
+    ("selective_scan", 1, torch.ones(11, 5), "dt must be [tokens, channels] = [12, 5]"),
+    ("selective_scan", 1, torch.ones(12, 5, dtype=torch.float16), "dt must be float32"),
+    ("selective_scan", 2, torch.ones(4, 16), "A must be [channels, states] = [5, any]"),
+    ("selective_scan", 2, torch.ones(5, 16, dtype=torch.bfloat16), "A must be float32"),
+    ("selective_scan", 2, torch.ones(5, 0), "A must have 1 to 4096 states"),
+    ("selective_scan", 2, torch.ones(5, 4097), "A must have 1 to 4096 states"),
+    ("selective_scan", 3, torch.ones(12, 15), "B must be [tokens, states] = [12, 16]"),
+    ("selective_scan", 4, torch.ones(12, 16, dtype=torch.bfloat16), "C must be float32"),
+    ("selective_scan", 5, torch.ones(4), "D must be [channels] = [5]"),
+    (
+        "selective_scan",
+        5,
+        torch.ones(5, dtype=torch.float16),
+        "D must be float32 or have the dtype",
+    ),
+    ("selective_scan", 6, torch.ones(6), "dt_bias must be [channels] = [5]"),
+    ("selective_scan", 7, torch.ones(12, 4), "z must be [tokens, channels] = [12, 5]"),
+    ("selective_scan", 8, torch.zeros(4), "cu_seqlens must be int32"),
+    ("selective_scan", 9, torch.ones(4, 5, 15), "state must be [num_slots, channels, states]"),
+    ("selective_scan", 9, torch.ones(4, 5, 16).half(), "state must be float32 or bfloat16"),
+    ("selective_scan", 9, torch.ones(4, 16, 5).mT, "rows [channels, states] must be contiguous"),
+    ("selective_scan", 9, torch.ones(4, 5, 17)[..., :16], "rows [channels, states] must be cont"),
+    ("selective_scan", 10, int32(0, 1), "slots must be"),
+    ("selective_step", 0, torch.ones(3), "x must be [batch, channels]"),
+    ("selective_step", 9, torch.zeros(3, dtype=torch.int64), "slots must be int32"),
     ("target_logprobs", 0, torch.ones(3), "logits must be [rows, vocab]"),
     ("target_logprobs", 0, torch.ones(3, 70, dtype=torch.float16), "logits must be float32"),
     ("target_logprobs", 0, torch.ones(3, 0), "logits must have a vocabulary of 1 to"),
@@ -79,6 +106,10 @@ BAD_VALUES = [
     ("mingru_scan_train", 1, int32(0, 341), "cu_seqlens must end at or below the 340"),
     ("conv_scan", 5, int32(2, -1, 4), "slots must be below the 4 rows of state"),
     ("conv_step", 4, int32(4, 0, 1), "slots must be below the 4 rows of state"),
+    ("selective_scan", 8, int32(0, 2, 1, 10), "cu_seqlens must not fall, got 1 after 2"),
+    ("selective_scan", 8, int32(0, 2, 7, 13), "cu_seqlens must end at or below the 12"),
+    ("selective_scan", 10, int32(2, -1, 4), "slots must be below the 4 rows of state"),
+    ("selective_step", 9, int32(4, 0, 1), "slots must be below the 4 rows of state"),
     ("target_logprobs", 1, torch.tensor([0, 70, 1]), "targets must be tokens of the vocabulary of"),
     ("target_logprobs", 1, torch.tensor([0, 1, -1]), "targets must be tokens of the vocabulary of"),
 ]
@@ -124,6 +155,8 @@ def test_the_message_says_what_was_given() -> None:
         ("minlstm_scan_train", 2, "h0"),
         ("conv_scan", 1, "weight"),
         ("conv_step", 3, "state"),
+        ("selective_scan", 2, "A"),
+        ("selective_step", 8, "state"),
     ],
 )
 def test_tensors_on_two_devices(name: str, index: int, argument: str) -> None:
@@ -133,7 +166,10 @@ def test_tensors_on_two_devices(name: str, index: int, argument: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mingru_scan", "minlstm_step", "conv_scan", "conv_step"])
+@pytest.mark.parametrize(
+    "name",
+    ["mingru_scan", "minlstm_step", "conv_scan", "conv_step", "selective_scan", "selective_step"],
+)
 def test_slots_out_of_range_are_skipped_on_cuda(name: str) -> None:
     """They cannot be refused without stalling the GPU; they must not write anywhere."""
     args = list(arguments(name, "cuda"))
