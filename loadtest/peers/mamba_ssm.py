@@ -1,8 +1,8 @@
 """Mamba of the package mamba_ssm with the same weights, on a GPU.
 
 Prompts are read as its users read them; a step runs in a CUDA graph, as its own generation does
-with `cg=True`. The package keeps states in the type of the weights. causal-conv1d, if it is installed,
-makes it quicker.
+with `cg=True`. The package keeps states in the type of the weights. causal-conv1d, if it is
+installed, makes it quicker.
 """
 
 from __future__ import annotations
