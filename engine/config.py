@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from engine.errors import ConfigError
-from engine.state_spec import StateSpec, bytes_of, hidden_bytes_of
+from engine.state_spec import StateDtypeName, StateSpec, bytes_of, hidden_bytes_of
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 StateSync = Literal["write", "fsync"]
@@ -67,6 +67,17 @@ def check_integers(config: object, *table: tuple[str, int, int, bool]) -> None:
             value,
             f"an integer from {least} to {most}",
         )
+
+
+def check_state_dtype(dtype: object, values: int) -> None:
+    """Check the type of a state tensor of so many values."""
+    allowed = '"float32"' if values % 2 else '"float32" or "bfloat16"'  # whole words of 32 bits
+    check(
+        dtype == "float32" or (dtype == "bfloat16" and not values % 2),
+        "state_dtype",
+        dtype,
+        allowed,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +144,21 @@ class ModelConfig(ABC):
             f" or a list of 1 to {MOST_EOS_IDS} such integers",
         )
 
+    def with_state_dtype(self, dtype: str) -> ModelConfig:
+        """Return the config of the model with states in another type; "auto" changes nothing.
+
+        Families whose states may be bfloat16 have a field `state_dtype`. Raises ConfigError for the
+        others.
+        """
+        if dtype == "auto":
+            return self
+        if any(field.name == "state_dtype" for field in dataclasses.fields(self)):
+            changed: dict[str, Any] = {"state_dtype": dtype}
+            return dataclasses.replace(self, **changed)
+        allowed = f'"auto" or "float32" for models of the family {self.family}'
+        check(dtype == "float32", "state_dtype", dtype, allowed)
+        return self
+
     def _has(self, token: object) -> bool:
         """Return whether `token` is a valid token id."""
         return is_integer(token) and 0 <= token < self.vocab_size  # type: ignore[operator]
@@ -194,6 +220,8 @@ class EngineConfig:
     dtype: str = "auto"  # or "auto": as stored, if the device computes in that type
     # quantisation at load: "int8", "fp8", or "none" (the checkpoint as it is)
     quantize: str = "none"
+    # type of recurrent states: "float32", "bfloat16" (Mamba), or "auto" (the model's own: float32)
+    state_dtype: str = "auto"
     max_slots: int = 256  # sequences that run at once
     max_step_tokens: int | None = None  # prompt tokens read in one step
     max_waiting: int = 4096  # waiting requests; more are refused
@@ -270,6 +298,12 @@ class EngineConfig:
             "quantize",
             self.quantize,
             '"none", "int8" or "fp8"',
+        )
+        check(
+            self.state_dtype == "auto" or self.state_dtype in get_args(StateDtypeName),
+            "state_dtype",
+            self.state_dtype,
+            '"auto", "float32" or "bfloat16"',
         )
         check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
         check_integers(

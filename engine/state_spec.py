@@ -12,9 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+StateDtypeName = Literal["float32", "bfloat16"]
 # safetensors' names of types
 StateDtype = Literal["F32", "BF16"]
 DTYPE_BYTES: dict[StateDtype, int] = {"F32": 4, "BF16": 2}
+
+
+def spec_dtype(name: StateDtypeName) -> StateDtype:
+    """Return safetensors' name of a type."""
+    return "F32" if name == "float32" else "BF16"
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ def generate(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = EngineConfig.quantize,
+    state_dtype: options.StateDtype = EngineConfig.state_dtype,
     deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
@@ -76,7 +77,12 @@ def generate(
     if not all(stop or []):
         raise ConfigError("--stop is ''; allowed: a text of at least one character", param="stop")
     asked = EngineConfig(
-        device=device, dtype=dtype, quantize=quantize, deterministic=deterministic, threads=threads
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        state_dtype=state_dtype,
+        deterministic=deterministic,
+        threads=threads,
     )
     config = replace(asked, model=model, max_slots=1, share_slots=0, host_state_bytes=0)
     sampling = SamplingParams(
@@ -129,6 +135,7 @@ def score(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = EngineConfig.quantize,
+    state_dtype: options.StateDtype = EngineConfig.state_dtype,
     deterministic: options.Deterministic = False,
     threads: options.Threads = None,
 ) -> None:
@@ -155,6 +162,7 @@ def score(
             device=device,
             dtype=dtype,
             quantize=quantize,
+            state_dtype=state_dtype,
             deterministic=deterministic,
             threads=threads,
         ),
@@ -402,6 +410,7 @@ def inspect(
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = EngineConfig.quantize,
+    state_dtype: options.StateDtype = EngineConfig.state_dtype,
     max_slots: options.InspectedSlots = EngineConfig.max_slots,
     share_slots: options.InspectedShareSlots = EngineConfig.share_slots,
 ) -> None:
@@ -414,6 +423,7 @@ def inspect(
             device=device,
             dtype=dtype,
             quantize=quantize,
+            state_dtype=state_dtype,
             max_slots=max_slots,
             share_slots=share_slots,
         )

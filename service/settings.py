@@ -95,6 +95,7 @@ class Settings(BaseSettings):
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
+    state_dtype: str = "auto"
     max_slots: int = 256
     max_step_tokens: int | None = None
     max_waiting: int = 4096  # requests in the queue
@@ -187,6 +188,7 @@ class Settings(BaseSettings):
             device=self.device,
             dtype=self.dtype,
             quantize=self.quantize,
+            state_dtype=self.state_dtype,
             max_slots=self.max_slots,
             max_step_tokens=self.max_step_tokens,
             max_waiting=self.max_waiting,

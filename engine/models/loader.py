@@ -212,6 +212,7 @@ def load_model(
     dtype: DtypeName | None = None,
     quantize: Quantization | None = None,
     *,
+    state_dtype: str = "auto",
     known_readable: bool = False,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Load the folder's model, in evaluation mode.
@@ -222,17 +223,18 @@ def load_model(
         dtype: type of the weights that are not quantised; None: that of the config.
         quantize: quantize the stored weights, whatever `dtype` is; the returned config says so.
             None: leave them as they are, quantised or not.
+        state_dtype: type of the states (EngineConfig); the returned config says so.
         known_readable: every byte of the files has just been read (`fingerprint`), so this need not
             be checked.
 
     Raises:
         CheckpointError: a file is missing, unreadable or damaged, or the weights do not match
             config.json.
-        ConfigError: config.json is invalid, or the checkpoint is quantised in another way than
-            `quantize`.
+        ConfigError: config.json is invalid, the checkpoint is quantised in another way than
+            `quantize`, or the model has no states of `state_dtype`.
     """
     config = load_config(folder)
-    target = quantized_config(config, quantize, folder)
+    target = quantized_config(config, quantize, folder).with_state_dtype(state_dtype)
     with torch.device("meta"):
         stored_model, model = registry.build(config), registry.build(target)
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
@@ -257,7 +259,11 @@ def load_model(
 
 
 def outline_model(
-    folder: Path, dtype: DtypeName | None = None, quantize: Quantization | None = None
+    folder: Path,
+    dtype: DtypeName | None = None,
+    quantize: Quantization | None = None,
+    *,
+    state_dtype: str = "auto",
 ) -> tuple[LanguageModel, ModelConfig, Mapping[str, Stored]]:
     """Return what `load_model` would, without weights: the model is on the meta device.
 
@@ -265,7 +271,7 @@ def outline_model(
     no longer be read. Raises what `load_model` raises.
     """
     config = load_config(folder)
-    target = quantized_config(config, quantize, folder)
+    target = quantized_config(config, quantize, folder).with_state_dtype(state_dtype)
     with torch.device("meta"):
         stored_model, model = registry.build(config), registry.build(target)
     dtypes = _dtypes(model, DTYPES[dtype or config.dtype])
@@ -344,12 +350,13 @@ def save_model(folder: Path, model: LanguageModel, config: ModelConfig, dtype: D
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, state_dtype: str = "auto") -> str:
     """Return the SHA-256, in hex, over the bytes of config.json and of every weights file.
 
     It identifies the model to which a state belongs; generation_config.json (where a text ends) is
-    not part of it. Every byte is read once per start, a few seconds for the largest models. Raises
-    CheckpointError for files that are missing or cannot be read.
+    not part of it, but a `state_dtype` that is not the model's own is. Every byte is read once per
+    start, a few seconds for the largest models. Raises CheckpointError for files that are missing
+    or cannot be read.
     """
     total = hashlib.sha256()
     for path in [folder / CONFIG, *weight_files(folder)]:
@@ -359,6 +366,9 @@ def fingerprint(folder: Path) -> str:
         except OSError as error:
             raise unreadable(path, error) from error
         total.update(f"{path.name} {part.hexdigest()}\n".encode())
+    config = load_config(folder)
+    if config.with_state_dtype(state_dtype) != config:
+        total.update(f"states {state_dtype}\n".encode())
     return total.hexdigest()
 
 

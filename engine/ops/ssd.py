@@ -61,15 +61,15 @@ def ssd_scan(
         dt_limit: least and largest time step; the latter may be infinite.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
             Tokens beyond the last entry are padding: their rows of y are zero.
-        state: float32 (float64 with float64 x) [num_slots, heads, head_dim, N]; **changed in
-            place**.
+        state: float32 or bfloat16 (float64 with float64 x) [num_slots, heads, head_dim, N];
+            **changed in place**. A bfloat16 row is rounded after each piece.
         slots: state row of each sequence, int32 [sequences]; one out of range is a padding
             sequence, which is skipped; its rows of y are zero. No row may occur twice.
 
     Returns:
         y [tokens, heads, head_dim] in x's dtype.
     """
-    tokens, sequences, dtype = len(x), len(slots), state.dtype
+    tokens, sequences, dtype = len(x), len(slots), A.dtype
     if not tokens or not sequences:
         return torch.zeros_like(x)
     rows, valid = rows_of(state, slots)
@@ -78,7 +78,7 @@ def ssd_scan(
     row = rows[sequence.clamp(max=sequences - 1)]  # state row of each chunk
     steps, factors = _time_steps(dt, dt_bias, dt_limit, dtype), D.to(dtype).unsqueeze(1)
     y = x.new_zeros(tokens + 1, *x.shape[1:])  # the last row takes what lies beyond sequences
-    chunk_bytes = state.element_size() * (
+    chunk_bytes = A.element_size() * (
         6 * state[0].numel() + 4 * x.shape[1] * length * (length + x.shape[2])
     )
     most = max(1, _MOST_PIECE_BYTES[x.device.type] // chunk_bytes)
@@ -91,7 +91,7 @@ def ssd_scan(
         dts = _gathered(steps, tokens_of, dtype).masked_fill_(beyond, 0)
         added = (given * dts.unsqueeze(3)).masked_fill_(beyond.unsqueeze(3), 0)
         keys = _gathered(B, tokens_of, dtype).masked_fill_(beyond.unsqueeze(3), 0)
-        begun = state.index_select(0, row[piece])
+        begun = state.index_select(0, row[piece]).to(dtype)
         follows = torch.zeros_like(which, dtype=torch.bool)
         follows[1:] = which[1:] == which[:-1]
         outputs, ends = _read_chunks(
@@ -105,7 +105,7 @@ def ssd_scan(
         last[:-1] &= ~follows[1:]
         source = written_sources(last)
         left = torch.where(last[source].view(-1, 1, 1, 1), ends[0, source], begun[source])
-        state.index_copy_(0, row[piece][source], left)
+        state.index_copy_(0, row[piece][source], left.to(state.dtype))
     return y[:tokens]
 
 
@@ -137,7 +137,7 @@ def ssd_step(
     batch, heads, head_dim = x.shape
     if not batch:
         return torch.zeros_like(x)
-    dtype, groups = state.dtype, B.shape[1]
+    dtype, groups = A.dtype, B.shape[1]
     rows, valid = rows_of(state, slots)
     # A padding row repeats a sequence, and so writes what that one does. If there are only padding
     # rows, row 0 is written as it is.
@@ -148,13 +148,13 @@ def ssd_step(
     steps = _time_steps(dt[source], dt_bias, dt_limit, dtype).masked_fill_(idle, 0)
     keys = B[source].to(dtype).masked_fill_(idle, 0)
     added = (steps.unsqueeze(-1) * wide).masked_fill_(idle, 0)  # [batch, heads, head_dim]
-    s = state.index_select(0, rows).mul_((steps * A).exp_()[..., None, None])
+    s = state.index_select(0, rows).to(dtype).mul_((steps * A).exp_()[..., None, None])
     grouped = s.view(
         batch, groups, -1, s.shape[-1]
     )  # [batch, groups, heads / groups * head_dim, N]
     grouped.addcmul_(added.view(batch, groups, -1, 1), keys.unsqueeze(2))
     y = torch.matmul(grouped, C[source].to(dtype).unsqueeze(-1)).view(batch, heads, head_dim)
-    state.index_copy_(0, rows, s)
+    state.index_copy_(0, rows, s.to(state.dtype))
     y = y.addcmul_(D.to(dtype).unsqueeze(1), wide)
     return y.masked_fill_(~valid.view(-1, 1, 1), 0).to(x.dtype)
 

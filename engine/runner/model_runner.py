@@ -130,12 +130,13 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._events = EventPool(self._device)
-        fingerprint = loader.fingerprint(folder)
+        fingerprint = loader.fingerprint(folder, self.config.state_dtype)
         model, self.model_config = loader.load_model(
             folder,
             self._device,
             cast(DtypeName, self.config.dtype),
             self.config.quantization,
+            state_dtype=self.config.state_dtype,
             known_readable=True,
         )
         parameters = sum(weight.numel() for weight in model.parameters())

@@ -32,7 +32,9 @@ def inspect_model(asked: EngineConfig) -> dict[str, Any]:
     stored_config = load_config(folder)
     device, missing = _device(asked.device)
     served = resolve_dtype(asked.dtype, device, stored_config.dtype)
-    model, config, stored = outline_model(folder, cast(DtypeName, served), asked.quantization)
+    model, config, stored = outline_model(
+        folder, cast(DtypeName, served), asked.quantization, state_dtype=asked.state_dtype
+    )
     types = Counter(one.dtype for one in stored.values())
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     # on the device the hidden state is of the activations' type, in main memory fp32

@@ -47,6 +47,13 @@ Dtype = Annotated[
 Quantize = Annotated[
     str, Option(help="Quantise the weights at load: int8 or fp8; none = use them as stored.")
 ]
+StateDtype = Annotated[
+    str,
+    Option(
+        help="Data type of recurrent states: float32, bfloat16 (Mamba and Mamba-2), or auto: "
+        "float32, unless the model says otherwise."
+    ),
+]
 Deterministic = Annotated[
     bool,
     Option("--deterministic", help="Compute the same bits however the text is batched and cut up."),
@@ -82,6 +89,13 @@ ServedDtype = Annotated[
 ServedQuantize = Annotated[
     str | None,
     Option(help="Quantise the weights at load: int8 or fp8; none = use them as stored [none]."),
+]
+ServedStateDtype = Annotated[
+    str | None,
+    Option(
+        help="Data type of recurrent states: float32, bfloat16 (Mamba and Mamba-2), or auto: "
+        "float32, unless the model says otherwise [auto]."
+    ),
 ]
 MaxSlots = Annotated[
     int | None, Option(help="Sequences that run at once; the others wait in the queue [256].")

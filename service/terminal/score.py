@@ -130,7 +130,9 @@ class Scorer:
         stored = load_config(folder)
         self._tokenizer = terminal_text.load_tokenizer(folder, stored.vocab_size)
         compute = cast(DtypeName, resolve_dtype(asked.dtype, device, stored.dtype))
-        model, config = load_model(folder, device, compute, asked.quantization)
+        model, config = load_model(
+            folder, device, compute, asked.quantization, state_dtype=asked.state_dtype
+        )
         self._model = select_backend(model, device, deterministic=asked.deterministic)
         self._specs, self._device = config.state, device
 

@@ -17,6 +17,7 @@ def serve(
     device: options.ServedDevice = None,
     dtype: options.ServedDtype = None,
     quantize: options.ServedQuantize = None,
+    state_dtype: options.ServedStateDtype = None,
     max_slots: options.MaxSlots = None,
     max_waiting: options.MaxWaiting = None,
     max_waiting_tokens: options.MaxWaitingTokens = None,

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.config import MOST_INNER, ModelConfig, check, check_integers, is_number
-from engine.state_spec import StateSpec
+from engine.config import (
+    MOST_INNER,
+    ModelConfig,
+    check,
+    check_integers,
+    check_state_dtype,
+    is_number,
+)
+from engine.state_spec import StateDtypeName, StateSpec, spec_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,7 @@ class MambaConfig(ModelConfig):
     selection_norm_eps: float | None = None
     # The residual stream is fp32 with 16-bit weights too; else it has the weights' type.
     residual_in_fp32: bool = True
+    state_dtype: StateDtypeName = "float32"  # of `ssm`; operators compute in fp32 in any case
 
     def __post_init__(self) -> None:
         check(self.cell == "mamba", "cell", self.cell, '"mamba"')
@@ -40,6 +48,7 @@ class MambaConfig(ModelConfig):
             ("dt_rank", 1, MOST_INNER, False),
             ("conv_kernel", 2, 256, False),
         )
+        check_state_dtype(self.state_dtype, self.n_layers * self.inner * self.state_size)
         eps = self.selection_norm_eps
         check(
             eps is None or (is_number(eps) and 0 < eps < 1),
@@ -52,6 +61,8 @@ class MambaConfig(ModelConfig):
     def state(self) -> tuple[StateSpec, ...]:
         """`ssm`: states [inner, state_size] per layer; `conv`: last inputs [taps - 1, inner]."""
         return (
-            StateSpec("ssm", self.n_layers, (self.inner, self.state_size)),
+            StateSpec(
+                "ssm", self.n_layers, (self.inner, self.state_size), spec_dtype(self.state_dtype)
+            ),
             StateSpec("conv", self.n_layers, (self.conv_kernel - 1, self.inner)),
         )

@@ -6,8 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from engine.config import MOST_INNER, ModelConfig, check, check_integers, is_number
-from engine.state_spec import StateSpec
+from engine.config import (
+    MOST_INNER,
+    ModelConfig,
+    check,
+    check_integers,
+    check_state_dtype,
+    is_number,
+)
+from engine.state_spec import StateDtypeName, StateSpec, spec_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,7 @@ class Mamba2Config(ModelConfig):
     most_dt: float | None = None
     # The residual stream is fp32 with 16-bit weights too; else it has the weights' type.
     residual_in_fp32: bool = True
+    state_dtype: StateDtypeName = "float32"  # of `ssm`; operators compute in fp32 in any case
 
     def __post_init__(self) -> None:
         check(self.cell == "mamba2", "cell", self.cell, '"mamba2"')
@@ -44,6 +52,7 @@ class Mamba2Config(ModelConfig):
             ("groups", 1, MOST_INNER, False),
             ("conv_kernel", 2, 256, False),
         )
+        check_state_dtype(self.state_dtype, self.n_layers * self.inner * self.state_size)
         most = MOST_INNER // self.heads
         check(self.head_dim <= most, "head_dim", self.head_dim, f"at most {most} of so many heads")
         check(
@@ -77,6 +86,11 @@ class Mamba2Config(ModelConfig):
     def state(self) -> tuple[StateSpec, ...]:
         """`ssm`: states [heads, head_dim, state_size]; `conv`: last inputs [taps - 1, channels]."""
         return (
-            StateSpec("ssm", self.n_layers, (self.heads, self.head_dim, self.state_size)),
+            StateSpec(
+                "ssm",
+                self.n_layers,
+                (self.heads, self.head_dim, self.state_size),
+                spec_dtype(self.state_dtype),
+            ),
             StateSpec("conv", self.n_layers, (self.conv_kernel - 1, self.convolved)),
         )
