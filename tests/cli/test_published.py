@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +17,7 @@ from engine.config import EngineConfig
 from service.terminal import inspect
 from service.text.tokenizer import Tokenizer
 from tests.cli.conftest import Minserve
-from tests.models import hgrn, mamba
+from tests.models import hgrn, mamba, mamba2
 from tests.models.published import (
     VOCAB,
     WIDTH,
@@ -107,23 +108,34 @@ def test_score_of_an_hgrn_folder_is_that_of_the_equations(
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "equations", "shape", "convolved"),
+    [("mamba", mamba, [3, 48, 16], 48), ("mamba2", mamba2, [3, 6, 8, 16], 48 + 2 * 16)],
+    ids=["mamba", "mamba2"],
+)
 def test_inspect_tells_the_state_and_the_backend_of_a_mamba_folder(
-    tmp_path: Path, minserve: Minserve
+    family: str,
+    equations: Any,
+    shape: list[int],
+    convolved: int,
+    tmp_path: Path,
+    minserve: Minserve,
 ) -> None:
-    values, weights = mamba.as_mamba_ssm(mamba.VALUES, mamba.published_weights(mamba.VALUES))
+    weights = equations.published_weights(equations.VALUES)
+    values, weights = equations.as_mamba_ssm(equations.VALUES, weights)
     (tmp_path / "config.json").write_text(json.dumps(values))
     torch.save(weights, tmp_path / "pytorch_model.bin")
     done = minserve("inspect", tmp_path, "--json", "--device", "cpu", "--max-slots", "3")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["form"], told["family"], told["cell"]) == ("published", "mamba", "mamba")
-    assert told["state_bytes"] == 4 * 3 * 48 * (16 + 3)
+    assert (told["form"], told["family"], told["cell"]) == ("published", family, family)
+    assert told["state_bytes"] == 4 * 3 * (48 * 16 + 3 * convolved)
     assert told["memory"]["states"] == 4 * told["state_bytes"]
-    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
+    reason = f"cell '{family}', but its kernels have only mingru, minlstm and hgrn"
     assert told["backend"]["name"] == "eager"
     assert {"name": "cpu", "used": False, "reason": reason} in told["backend"]["paths"]
     shown = minserve("inspect", tmp_path, "--device", "cpu").stdout
-    assert f"{told['state_bytes']:,} bytes a sequence: ssm F32 [3, 48, 16]" in shown
+    assert f"{told['state_bytes']:,} bytes a sequence: ssm F32 {shape}" in shown
     assert f"not used: {reason}" in shown
 
 

@@ -1,4 +1,4 @@
-"""A Mamba folder in mamba_ssm's layout and a Falcon-Mamba one, served whole, against equations."""
+"""Folders of Mamba and Mamba-2 in both layouts, served whole, against the equations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.e2e.conftest import Server
 from tests.e2e.published import asked, greedy
-from tests.models import mamba
+from tests.models import mamba, mamba2
 from tests.tokenizer_types import save_tokenizer
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -29,19 +29,21 @@ class Published:
         folder.mkdir()
         self.tokenizer: Tokenizer = save_tokenizer(folder, "sentencepiece")
         size = self.tokenizer.get_vocab_size()
-        changes = mamba.FALCON if form == "falcon" else {}
-        self.values = mamba.VALUES | changes | {"vocab_size": size + 3}  # padded
-        self.weights = mamba.published_weights(self.values, seed=3)
-        if form == "falcon":
-            (folder / "config.json").write_text(json.dumps(self.values))
-            save_file(self.weights, folder / "model.safetensors", {"format": "pt"})
-        else:
-            told, weights = mamba.as_mamba_ssm(self.values, self.weights)
+        self.equations: Any = mamba2 if "mamba2" in form else mamba
+        changes = {"falcon": mamba.FALCON, "mamba2": mamba2.CODESTRAL}.get(form, {})
+        self.values = self.equations.VALUES | changes | {"vocab_size": size + 3}  # padded
+        self.weights = self.equations.published_weights(self.values, seed=3)
+        if form.startswith("mamba_ssm"):
+            told, weights = self.equations.as_mamba_ssm(self.values, self.weights)
             (folder / "config.json").write_text(json.dumps(told))
             torch.save(weights, folder / "pytorch_model.bin")
+        else:
+            (folder / "config.json").write_text(json.dumps(self.values))
+            save_file(self.weights, folder / "model.safetensors", {"format": "pt"})
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        return mamba.logits(self.values, self.weights, torch.tensor(ids))
+        logits: torch.Tensor = self.equations.logits(self.values, self.weights, torch.tensor(ids))
+        return logits
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
         """The best tokens after `ids`, see `tests.e2e.published`."""
@@ -49,7 +51,13 @@ class Published:
 
 
 @pytest.fixture(
-    scope="module", params=["mamba_ssm", pytest.param("falcon", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "mamba_ssm",
+        "mamba2",
+        pytest.param("falcon", marks=pytest.mark.slow),
+        pytest.param("mamba_ssm, mamba2", marks=pytest.mark.slow),
+    ],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
     return Published(tmp_path_factory.mktemp("published") / request.param, request.param)
@@ -120,15 +128,20 @@ def test_a_session_s_turns_are_one_text(server: Server, model: Published) -> Non
     assert generated(server, len(last), prompts=[more], session_id="talk")[0] == last
 
 
-def test_models_tells_the_family_its_state_and_its_backend(server: Server) -> None:
+def test_models_tells_the_family_its_state_and_its_backend(
+    server: Server, model: Published
+) -> None:
     (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-    assert (card["family"], card["cell"]) == ("mamba", "mamba")
+    family, ssm, convolved = "mamba", [3, 48, 16], 48
+    if model.equations is mamba2:
+        family, ssm, convolved = "mamba2", [3, 6, 8, 16], 48 + 2 * 16 * model.values["n_groups"]
+    assert (card["family"], card["cell"]) == (family, family)
     assert [(one["name"], one["shape"]) for one in card["state"]] == [
-        ("ssm", [3, 48, 16]),
-        ("conv", [3, 3, 48]),
+        ("ssm", ssm),
+        ("conv", [3, 3, convolved]),
     ]
-    assert card["state_bytes"] == 4 * 3 * 48 * (16 + 3)
+    assert card["state_bytes"] == 4 * 3 * (48 * 16 + 3 * convolved)
     assert card["backend"]["name"] == "eager"
-    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
+    reason = f"cell '{family}', but its kernels have only mingru, minlstm and hgrn"
     assert {"name": "cpu", "used": False, "reason": reason} in card["backend"]["paths"]
     assert any(f"CPU backend: not used: {reason}" in line for line in server.lines)

@@ -18,6 +18,7 @@ from engine.models import registry
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.loader import load_model, save_model
 from engine.models.mamba.config import MambaConfig
+from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
@@ -33,11 +34,15 @@ HGRN: dict[str, Any] = {**SHAPE, "inner": 48, "mlp_hidden": 64, "eos_token_id": 
 MAMBA: dict[str, Any] = {
     **SHAPE, "inner": 64, "state_size": 16, "dt_rank": 2, "eos_token_id": 256,
 }  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    **SHAPE, "heads": 8, "head_dim": 8, "state_size": 16, "groups": 2, "eos_token_id": 256,
+}  # fmt: skip
 CONFIGS: dict[str, ModelConfig] = {
     "hgrn": HgrnConfig(**HGRN),
     "hgrn convolved": HgrnConfig(**HGRN, conv_kernel=4, tie_embeddings=True),
     "mamba": MambaConfig(**MAMBA, tie_embeddings=True),
     "falcon mamba": MambaConfig(**MAMBA, selection_norm_eps=1e-6, bias=True, conv_kernel=3),
+    "mamba2": Mamba2Config(**MAMBA2, least_dt=0.01, most_dt=0.5, bias=True),
     "own block with hgrn": MinRnnConfig(cell="hgrn", **SHAPE, conv_kernel=3, eos_token_id=256),
 }
 PROMPT = list(b"the quick brown fox jumps over the lazy dog. " * 7)

@@ -128,15 +128,15 @@ def as_mamba_ssm(
     return config, renamed
 
 
-def _silu(x: Tensor) -> Tensor:
+def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def _rms_norm(x: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def _convolve(x: Tensor, taps: Tensor) -> Tensor:
+def convolve(x: Tensor, taps: Tensor) -> Tensor:
     """x [time, channels], taps [channels, 1, K]; zeros before the first token."""
     count = taps.shape[2]
     padded = torch.cat([x.new_zeros(count - 1, x.shape[1]), x])
@@ -153,21 +153,21 @@ def logits(values: dict[str, Any], weights: Weights, tokens: Tensor) -> Tensor:
     residual = w["backbone.embeddings.weight"][tokens.long()]
     for layer in range(values["num_hidden_layers"]):
         at = f"backbone.layers.{layer}.mixer"
-        pre = _rms_norm(residual, eps) * w[f"backbone.layers.{layer}.norm.weight"]
+        pre = rms_norm(residual, eps) * w[f"backbone.layers.{layer}.norm.weight"]
         pre = pre @ w[f"{at}.in_proj.weight"].T + w.get(f"{at}.in_proj.bias", 0)
-        x = _convolve(pre[:, :inner], w[f"{at}.conv1d.weight"]) + w.get(f"{at}.conv1d.bias", 0)
-        x, z = _silu(x), pre[:, inner:]
+        x = convolve(pre[:, :inner], w[f"{at}.conv1d.weight"]) + w.get(f"{at}.conv1d.bias", 0)
+        x, z = silu(x), pre[:, inner:]
         parts = (x @ w[f"{at}.x_proj.weight"].T).split([rank, states, states], dim=1)
         if "mixer_rms_eps" in values:
-            parts = tuple(_rms_norm(part, values["mixer_rms_eps"]) for part in parts)
+            parts = tuple(rms_norm(part, values["mixer_rms_eps"]) for part in parts)
         dt, b, c = parts
         dt = torch.log1p(torch.exp(dt @ w[f"{at}.dt_proj.weight"].T + w[f"{at}.dt_proj.bias"]))
         a, h, rows = -torch.exp(w[f"{at}.A_log"]), x.new_zeros(inner, states), []
         for t in range(len(x)):
             h = torch.exp(dt[t, :, None] * a) * h + dt[t, :, None] * b[t] * x[t, :, None]
             rows.append(h @ c[t])
-        y = (torch.stack(rows) + w[f"{at}.D"] * x) * _silu(z)
+        y = (torch.stack(rows) + w[f"{at}.D"] * x) * silu(z)
         y = y @ w[f"{at}.out_proj.weight"].T + w.get(f"{at}.out_proj.bias", 0)
         residual = residual + y
     head = "backbone.embeddings" if values["tie_word_embeddings"] else "lm_head"
-    return _rms_norm(residual, eps) * w["backbone.norm_f.weight"] @ w[f"{head}.weight"].T
+    return rms_norm(residual, eps) * w["backbone.norm_f.weight"] @ w[f"{head}.weight"].T

@@ -452,7 +452,7 @@ def test_what_is_not_served_is_refused_by_name(name: str, value: object) -> None
         ({"n_layer": 0}, {}),
         ({"tie_embeddings": 1}, {}),
         ({"ssm_cfg": [1]}, {}),
-        ({}, {"layer": "Mamba2"}),
+        ({}, {"layer": "Mamba3"}),
         ({}, {"expand": 0}),
         ({}, {"dt_rank": 0}),
         ({}, {"d_state": 0}),
@@ -468,12 +468,6 @@ def test_what_is_not_served_of_mamba_ssm_is_too(told: dict[str, Any], cell: dict
     with pytest.raises(ConfigError, match=f"^{name} is {re.escape(repr(value))}; ") as error:
         registry.config_from_dict({**values, **told})
     assert error.value.param == name
-
-
-def test_mamba_2_is_refused_by_name() -> None:
-    values = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}
-    with pytest.raises(ConfigError, match=r"Mamba2ForCausalLM.*not served: .*only Mamba-1"):
-        registry.config_from_dict(values)
 
 
 @pytest.mark.parametrize(
