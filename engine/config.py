@@ -222,11 +222,13 @@ class EngineConfig:
     quantize: str = "none"
     # type of recurrent states: "float32", "bfloat16" (Mamba), or "auto" (the model's own: float32)
     state_dtype: str = "auto"
-    max_slots: int = 256  # sequences that run at once
+    # Sequences that run at once. None = 256, or as many as fit in memory.
+    max_slots: int | None = None
     max_step_tokens: int | None = None  # prompt tokens read in one step
     max_waiting: int = 4096  # waiting requests; more are refused
     max_waiting_tokens: int = 2**26  # prompt tokens of waiting requests; more are refused
-    share_slots: int = 64  # state pool rows on the device for cached and kept states
+    # State pool rows on the device for cached and kept states. None = 64, or as many as fit.
+    share_slots: int | None = None
     # Bytes of host memory for cached and kept states without a pool row; None = a quarter of the
     # free memory, at most 4 GiB. Allocated as needed.
     host_state_bytes: int | None = None
@@ -308,11 +310,11 @@ class EngineConfig:
         check(bool(self.model), "model", self.model, "a bundled name, a folder or a hub id")
         check_integers(
             self,
-            ("max_slots", 1, 2**20, False),
+            ("max_slots", 1, 2**20, True),
             ("max_step_tokens", 1, 2**24, True),
             ("max_waiting", 0, 2**31, False),
             ("max_waiting_tokens", 1, 2**40, False),
-            ("share_slots", 0, 2**20, False),
+            ("share_slots", 0, 2**20, True),
             ("host_state_bytes", 0, 2**60, True),
             ("disk_state_bytes", 0, 2**60, False),
             ("disk_cache_bytes", 0, 2**60, False),

@@ -110,8 +110,9 @@ class Engine:
         self._runner = runner
         self._clock = clock
         config, info = runner.config, runner.info
-        if config.max_step_tokens is None:
-            raise ValueError("the runner has not chosen max_step_tokens")
+        slots, share_slots = config.max_slots, config.share_slots
+        if config.max_step_tokens is None or slots is None or share_slots is None:
+            raise ValueError("the runner has not chosen max_step_tokens and its slots")
         self.info = info
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
@@ -122,8 +123,8 @@ class Engine:
             file_store = open_file_store(folder, info.fingerprint, variant, home, sync)
         cache = StateCacheManager(
             CacheConfig(
-                device_rows=config.share_slots,
-                first_row=config.max_slots,
+                device_rows=share_slots,
+                first_row=slots,
                 host_rows=host_rows(config, state_bytes=info.state_bytes, d_model=info.d_model),
                 layout=StateLayout(info.fingerprint, info.vocab_size, info.state, info.d_model),
                 with_whole_chunks=config.deterministic,
@@ -142,7 +143,7 @@ class Engine:
             SchedulerConfig(
                 vocab_size=info.vocab_size,
                 eos_token_ids=info.eos_token_ids,
-                slots=config.max_slots,
+                slots=slots,
                 state_bytes=info.state_bytes,
                 max_step_tokens=config.max_step_tokens,
                 max_waiting=config.max_waiting,

@@ -96,11 +96,13 @@ class Settings(BaseSettings):
     dtype: str = "auto"
     quantize: str = "none"
     state_dtype: str = "auto"
-    max_slots: int = 256
+    max_slots: int | None = None  # sequences that run at once
     max_step_tokens: int | None = None
     max_waiting: int = 4096  # requests in the queue
     max_waiting_tokens: int = 2**26  # prompt tokens of the requests in the queue
-    share_slots: int = 64  # cached and kept states on the device, beside those of sequences
+    share_slots: int | None = (
+        None  # cached and kept states on the device, beside those of sequences
+    )
     host_state_bytes: int | None = None  # cached and kept states in main memory
     state_folder: Path | None = None  # where kept states survive a restart
     state_sync: StateSync = "write"  # whether an answer waits for the file or for the disk itself

@@ -6,6 +6,7 @@ for these, the only wait of a step. On the CPU all work is done in `start`.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from engine.runner.sampling.logprobs import Reported
 from engine.runner.sampling.sampler import Sampler, SampleStep
 from engine.runner.state_copies import StateCopier, exported
 from engine.runner.state_pool import StatePool
+from engine.slot_choice import with_slots
 from engine.step_plan import (
     MOST_STEPS,
     Admission,
@@ -53,6 +55,8 @@ from engine.step_plan import (
 )
 from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.matchers import GrammarMatchers
+
+log = logging.getLogger(__name__)
 
 
 class _Samples(NamedTuple):
@@ -124,8 +128,9 @@ class ModelRunner:
         folder = loader.resolve(config.model)
         self.config = device.resolve(config, loader.load_config(folder).dtype)
         self._device = torch.device(self.config.device)
-        assert self.config.threads is not None
-        torch.set_num_threads(self.config.threads)
+        threads = self.config.threads
+        assert threads is not None
+        torch.set_num_threads(threads)
         torch.set_float32_matmul_precision("highest")
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -140,7 +145,21 @@ class ModelRunner:
             known_readable=True,
         )
         parameters = sum(weight.numel() for weight in model.parameters())
-        rows = self.config.max_slots + self.config.share_slots
+        self.config = with_slots(
+            self.config, self._device, state_bytes=self.model_config.state_bytes
+        )
+        slots, share_slots = self.config.max_slots, self.config.share_slots
+        assert slots is not None and share_slots is not None
+        rows = slots + share_slots
+        log.info(
+            "states: %s bytes a sequence; %d MB for %d running sequences and %d cached or kept"
+            " states, at most %d MB more in main memory",
+            f"{self.model_config.state_bytes:,}",
+            (rows + 1) * self.model_config.state_bytes // 10**6,
+            slots,
+            share_slots,
+            (self.config.host_state_bytes or 0) // 10**6,
+        )
         self._model = select_backend(
             model,
             self._device,
@@ -151,7 +170,6 @@ class ModelRunner:
         uploads = UploadRing(self._device)
         self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state())
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
-        slots = self.config.max_slots
         d_model = self.model_config.d_model
         main_memory_rows = host_rows(
             self.config, state_bytes=self.model_config.state_bytes, d_model=d_model
@@ -175,16 +193,16 @@ class ModelRunner:
         self._guided = GuidedSampler(
             context,
             GuidedStep(context, slots, vocab_size),
-            GrammarMatchers(self.grammars, eos_token_ids, self.config.threads),
+            GrammarMatchers(self.grammars, eos_token_ids, threads),
         )
-        self.info = self._describe(folder, parameters, fingerprint)
+        self.info = self._describe(folder, parameters, slots, fingerprint)
 
     @property
     def overlaps(self) -> bool:
         """Whether a step may be started before the previous one is finished."""
         return self._device.type == "cuda"
 
-    def _describe(self, folder: Path, parameters: int, fingerprint: str) -> ModelInfo:
+    def _describe(self, folder: Path, parameters: int, slots: int, fingerprint: str) -> ModelInfo:
         given = Path(self.config.model).expanduser()
         return ModelInfo(
             name=given.resolve().name if given.is_dir() else self.config.model,
@@ -197,7 +215,7 @@ class ModelRunner:
             parameters=parameters,
             d_model=self.model_config.d_model,
             state_bytes=self.model_config.state_bytes,
-            slots=self.config.max_slots,
+            slots=slots,
             device=str(self._device),
             device_name=device.describe(self._device),
             dtype=self.config.dtype,
@@ -223,7 +241,7 @@ class ModelRunner:
             # in it.
             pool, vocab_size = torch.cuda.graph_pool_handle(), self.model_config.vocab_size
             slots, most_tokens = self.config.max_slots, self.config.max_step_tokens
-            assert most_tokens is not None
+            assert slots is not None and most_tokens is not None
             longest = self._prefill.worth_graphs(long_prompts(most_tokens))
             by_chunks = prompt_buckets(most_tokens, slots, longest)
             # Long prompts are read in pieces of `most_tokens`, with a graph or without.

@@ -21,6 +21,7 @@ from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateCall, StateReply
 from engine.protocol.token_ids import pack_ids
+from engine.slot_choice import SLOTS
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board
@@ -68,7 +69,7 @@ class MockEngine:
             parameters=0,
             d_model=1,
             state_bytes=0,
-            slots=config.max_slots,
+            slots=config.max_slots or SLOTS,
             device="cpu",
             device_name="none",
             dtype="float32",

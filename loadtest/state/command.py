@@ -21,7 +21,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.slot_choice import SHARE_SLOTS
 from loadtest.report import command_line, percentile, print_environment, print_table, save_json
 from loadtest.state.asker import Asker, Texts
 from loadtest.state.contexts import continuations, first_tokens, reading_seconds, samples
@@ -179,7 +179,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--share-slots",
         type=int,
-        default=EngineConfig.share_slots,
+        default=SHARE_SLOTS,
         help="cached and kept states on the device",
     )
     options.add_argument(

@@ -18,6 +18,7 @@ from engine.models.backends.selector import copy_wanted, explain_backend
 from engine.models.language_model import LanguageModel
 from engine.models.loader import is_published, load_config, outline_model, resolve
 from engine.models.weight_files import weight_files
+from engine.slot_choice import with_slots
 from engine.state_spec import hidden_bytes_of
 from engine.tokenizer_files import read_tokenizer
 from service.text.tokenizer import Tokenizer
@@ -40,6 +41,14 @@ def inspect_model(asked: EngineConfig) -> dict[str, Any]:
     # on the device the hidden state is of the activations' type, in main memory fp32
     row = config.state_bytes + hidden_bytes_of(config.d_model)
     copy = 0 if missing else copy_wanted(model, device)
+    fitting = with_slots(
+        asked,
+        torch.device("cpu") if missing else device,
+        state_bytes=config.state_bytes,
+        weight_bytes=weights,
+    )
+    slots, share_slots = fitting.max_slots, fitting.share_slots
+    assert slots is not None and share_slots is not None
     return {
         "folder": str(folder),
         "form": "published" if is_published(folder) else "minserve",
@@ -69,13 +78,13 @@ def inspect_model(asked: EngineConfig) -> dict[str, Any]:
         "memory": {
             "weights": weights,
             "copy_in_16_bits": copy,
-            "states": (asked.max_slots + 1) * config.state_bytes,
-            "share_rows": asked.share_slots * row,
-            "total": weights + copy + (asked.max_slots + 1) * config.state_bytes
-            + asked.share_slots * row,
+            "states": (slots + 1) * config.state_bytes,
+            "share_rows": share_slots * row,
+            "total": weights + copy + (slots + 1) * config.state_bytes
+            + share_slots * row,
         },
-        "max_slots": asked.max_slots,
-        "share_slots": asked.share_slots,
+        "max_slots": slots,
+        "share_slots": share_slots,
     }  # fmt: skip
 
 

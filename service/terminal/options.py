@@ -98,7 +98,11 @@ ServedStateDtype = Annotated[
     ),
 ]
 MaxSlots = Annotated[
-    int | None, Option(help="Sequences that run at once; the others wait in the queue [256].")
+    int | None,
+    Option(
+        help="Sequences that run at once; the others wait in the queue [256, or as many as fit in "
+        "memory]."
+    ),
 ]
 MaxWaiting = Annotated[
     int | None, Option(help="Most requests in the queue; more are answered with 429 [4096].")
@@ -111,7 +115,10 @@ MaxStepTokens = Annotated[
 ]
 ShareSlots = Annotated[
     int | None,
-    Option(help="Cached and kept states in device memory, beside those of running sequences [64]."),
+    Option(
+        help="Cached and kept states in device memory, beside those of running sequences [64, or "
+        "as many as fit]."
+    ),
 ]
 HostStateBytes = Annotated[
     int | None,
@@ -465,9 +472,16 @@ ConvertedQuantize = Annotated[
 ]
 
 # inspect
-InspectedSlots = Annotated[int, Option("--max-slots", help="Sequences that run at once.")]
+InspectedSlots = Annotated[
+    int | None,
+    Option("--max-slots", help="Sequences that run at once [256, or as many as fit in memory]."),
+]
 InspectedShareSlots = Annotated[
-    int, Option("--share-slots", help="Cached and kept states in device memory.")
+    int | None,
+    Option(
+        "--share-slots",
+        help="Cached and kept states in device memory [64, or as many as fit in memory].",
+    ),
 ]
 
 

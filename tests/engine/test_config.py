@@ -21,7 +21,13 @@ BOUNDS = {
     "max_states": (0, 2**40),
     "threads": (1, 2**24),
 }
-CHOSEN = {"max_step_tokens", "host_state_bytes", "threads"}  # where they are None
+CHOSEN = {
+    "max_step_tokens",
+    "host_state_bytes",
+    "threads",
+    "max_slots",
+    "share_slots",
+}  # where they are None
 
 
 @pytest.mark.parametrize("name", BOUNDS)
