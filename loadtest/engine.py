@@ -6,8 +6,8 @@
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
     python -m loadtest.engine --deterministic --only decode prefill
 
-Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m and hgrn-1.3b with random weights, and checkpoint folders
-of weights that are not quantised.
+Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m, hgrn-1.3b, mamba-130m, mamba-1.4b, mamba-2.8b and
+mamba2-1.3b with random weights, and checkpoint folders of weights that are not quantised.
 
 Parts, chosen with --only:
     decode     a step of the runner, from a plan to ids on the host, greedy: ms and tokens/s
@@ -21,8 +21,9 @@ Parts, chosen with --only:
                minGRU-pytorch for prompts (fp32), flash-linear-attention (fla) for HGRN
 
 Limits are measured in the same run: the bandwidth of a kernel that only reads, and the rate of the
-bare products. A step takes at least the larger of two times: its weights' bytes over the bandwidth,
-and its FLOP over the best rate of the products. A model that fits in a cache may exceed the first.
+bare products. A step takes at least the larger of two times: the bytes of its weights, read once,
+and of its sequences' states, read and written, over the bandwidth; and its FLOP over the best rate
+of the products. A model that fits in a cache may exceed the first.
 
 The peer runs in a CUDA graph, on the CPU under torch.compile with frozen weights. It reads the
 tokens that the engine draws, and each must be its own best token or within rounding of it.

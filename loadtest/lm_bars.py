@@ -40,6 +40,15 @@ HGRN_OF_MINGRU = 0.85  # share of the limit at a batch, of our minGRU's of as ma
 HGRN_PREFILL_OF_LIMIT = 0.6
 HGRN_PREFILL_TIMES_FLA = 1.5
 HGRN_PEERS = {"hgrn-1.3b": "1.3b"}
+#: size -> batch -> share of the limit of greedy decoding.
+_LARGE_MAMBA = {1: 0.7, 16: 0.6, 64: 0.6, 256: 0.6}
+MAMBA_OF_LIMIT = {
+    "mamba-130m": {1: 0.4, 16: 0.35, 64: 0.45, 256: 0.45},
+    "mamba-1.4b": _LARGE_MAMBA,
+    "mamba-2.8b": _LARGE_MAMBA,
+    "mamba2-1.3b": _LARGE_MAMBA,
+}
+MAMBA_PREFILL_OF_LIMIT = 0.6
 QUANTISED_13B = 1.6  # times bf16 at batch 1
 
 DETERMINISTIC = 0.9  # of the default
@@ -118,6 +127,8 @@ def _gpu(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Chec
             yield from _gpu_prefill(figures, prompt)
     if plain and figures.size in HGRN_PEERS:
         yield from _hgrn(figures, models)
+    if plain and figures.size in MAMBA_OF_LIMIT:
+        yield from _mamba(figures)
     if figures.size == "1.3b" and figures.quantization is not None:
         yield from _times_unquantised(figures, models)
 
@@ -145,6 +156,19 @@ def _hgrn(figures: ModelFigures, models: Sequence[ModelFigures]) -> Iterator[Che
         if prompt.package:
             times = prompt.package / prompt.seconds
             yield Check(figures.label, f"{what}, times fla", times, HGRN_PREFILL_TIMES_FLA, "times")
+
+
+def _mamba(figures: ModelFigures) -> Iterator[Check]:
+    for row in figures.decode:
+        bar = MAMBA_OF_LIMIT[figures.size or ""].get(row.batch)
+        if row.greedy and bar is not None:
+            what, share = f"of the limit, batch {row.batch}", figures.decode_limit(row.batch)
+            yield Check(figures.label, what, share / row.greedy, bar, "share")
+    for prompt in figures.prefill:
+        if prompt.seconds and prompt.tokens >= GPU_PREFILL_TOKENS:
+            what = f"prefill of {prompt.tokens:,}, of the limit"
+            share = figures.prefill_limit(prompt.tokens) / prompt.seconds
+            yield Check(figures.label, what, share, MAMBA_PREFILL_OF_LIMIT, "share")
 
 
 def _decode_rate(figures: ModelFigures, row: Decode) -> Iterator[Check]:

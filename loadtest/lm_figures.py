@@ -104,8 +104,8 @@ class ModelFigures:
         return tokens * (self.work.flops - self.work.head_flops) + self.work.head_flops
 
     def decode_limit(self, batch: int) -> float:
-        """Return the least seconds of a step: weights to read, products to compute."""
-        read = self.work.weight_bytes / self.read_rate
+        """Return the least seconds of a step: weights and states to move, products to compute."""
+        read = self.work.step_bytes(batch) / self.read_rate
         return max(read, self.decode_flops(batch) / self.gemm_rate if self.gemm_rate else 0.0)
 
     def prefill_limit(self, tokens: int) -> float:

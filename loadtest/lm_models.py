@@ -25,6 +25,8 @@ from engine.config import DtypeName, ModelConfig
 from engine.models import loader, registry
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.language_model import LanguageModel
+from engine.models.mamba.config import MambaConfig
+from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import CellName, MinRnnConfig
 from engine.models.program import Residual
 
@@ -71,7 +73,34 @@ HGRN_SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 32_000,
     },
 }
-SIZES = {**MINRNN_SIZES, **HGRN_SIZES}
+#: Mamba of the shapes of state-spaces/mamba-130m, mamba-1.4b and mamba-2.8b.
+MAMBA_SIZES: dict[str, dict[str, Any]] = {
+    name: {
+        "d_model": width,
+        "n_layers": layers,
+        "inner": 2 * width,
+        "state_size": 16,
+        "dt_rank": width // 16,
+        "vocab_size": 50_280,
+    }
+    for name, width, layers in (
+        ("mamba-130m", 768, 24),
+        ("mamba-1.4b", 2048, 48),
+        ("mamba-2.8b", 2560, 64),
+    )
+}
+#: Mamba-2 of the shape of state-spaces/mamba2-1.3b.
+MAMBA2_SIZES: dict[str, dict[str, Any]] = {
+    "mamba2-1.3b": {
+        "d_model": 2048,
+        "n_layers": 48,
+        "heads": 64,
+        "head_dim": 64,
+        "state_size": 128,
+        "vocab_size": 50_288,
+    },
+}
+SIZES = {**MINRNN_SIZES, **HGRN_SIZES, **MAMBA_SIZES, **MAMBA2_SIZES}
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -88,13 +117,17 @@ class Subject:
 
 def cells_of(size: str, asked: Sequence[CellName]) -> Sequence[str]:
     """Return the cells with which a size is measured: those asked for, or the only one it has."""
-    return ["hgrn"] if size in HGRN_SIZES else asked
+    return asked if size in MINRNN_SIZES else [size_config(size, "", "bfloat16").cell]
 
 
 def size_config(size: str, cell: str, dtype: DtypeName) -> ModelConfig:
     """Return the config of a size. Raises KeyError for a name that is not in SIZES."""
     if size in HGRN_SIZES:
         return HgrnConfig(dtype=dtype, **SIZES[size])
+    if size in MAMBA_SIZES:
+        return MambaConfig(dtype=dtype, tie_embeddings=True, norm_eps=1e-5, **SIZES[size])
+    if size in MAMBA2_SIZES:
+        return Mamba2Config(dtype=dtype, tie_embeddings=True, norm_eps=1e-5, **SIZES[size])
     return MinRnnConfig(cell=cast("CellName", cell), dtype=dtype, mlp_ratio=4.0, **SIZES[size])
 
 
@@ -106,12 +139,16 @@ def random_model(
 
     Every linear map keeps the variance of its input; maps that end a residual branch divide it by
     the number of branches. Their rows have mean 0, because hidden states and GELU's outputs have a
-    large common mean, which would otherwise give every token the same logits.
+    large common mean, which would otherwise give every token the same logits. What decides how
+    long a state lasts in Mamba has its authors' initial values.
     """
     model = _meta(config).to(dtype).to_empty(device=device).eval()
     random = torch.Generator(device).manual_seed(seed)
     branches = sum(isinstance(one, Residual) for layer in model.program().layers for one in layer)
     for name, weight in model.named_parameters():
+        if name.endswith(_STATE_SPACE):
+            _initialize_state_space(name, weight, random)
+            continue
         if weight.dim() == 1:
             weight.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             continue
@@ -121,11 +158,31 @@ def random_model(
         if name == "embedding.weight":
             weight.mul_(config.d_model**-0.5 if config.tie_embeddings else 1.0)
             continue
-        ends_branch = name.endswith(("out.weight", "mlp.down.weight"))
+        ends_branch = name.endswith(("out.weight", "out_proj.weight", "mlp.down.weight"))
         if ends_branch:
             weight.sub_(weight.mean(dim=1, keepdim=True))
         weight.mul_(1 / math.sqrt(weight.shape[1] * (branches if ends_branch else 1)))
     return model
+
+
+# Names of the parameters of Mamba's and Mamba-2's recurrences that are not drawn as others are
+_STATE_SPACE = (".A_log", ".D", ".dt_bias", ".dt_proj.bias")
+
+
+def _initialize_state_space(name: str, weight: Tensor, random: torch.Generator) -> None:
+    """Set A to -1 ... -N, of Mamba-2 between -1 and -16, D to 1 and dt between 0.001 and 0.1."""
+    if name.endswith(".D"):
+        weight.fill_(1.0)
+        return
+    if name.endswith(".A_log"):
+        if weight.dim() == 2:
+            weight.copy_(torch.arange(1, weight.shape[1] + 1).log().expand_as(weight))
+        else:
+            weight.uniform_(1.0, 16.0, generator=random).log_()
+        return
+    dt = torch.empty_like(weight, dtype=torch.float32)
+    dt.uniform_(math.log(1e-3), math.log(0.1), generator=random).exp_()
+    weight.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
 @contextmanager
@@ -146,7 +203,7 @@ def subject(name: str, cell: str, device: torch.device, dtype: DtypeName) -> Ite
     config = size_config(name, cell, dtype)
     model = random_model(config, device, loader.DTYPES[dtype])
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    label = name if name in HGRN_SIZES else f"{name}-{cell}"
+    label = f"{name}-{cell}" if name in MINRNN_SIZES else name
     with tempfile.TemporaryDirectory(prefix="minserve-", dir=_room_for(2 * size)) as parent:
         folder = Path(parent) / label
         loader.save_model(folder, model, config, dtype)

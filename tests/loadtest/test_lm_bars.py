@@ -46,7 +46,9 @@ def result(found: list[Check], what: str) -> str:
 def test_a_step_is_limited_by_reading_or_by_products() -> None:
     found = figures(decode=[Decode(1, gemm=1e-3), Decode(100, gemm=0.01)])
     assert found.gemm_rate == pytest.approx(100 * 1000 / 0.01)  # of the larger batch
-    assert found.decode_limit(1) == pytest.approx(2e-3)  # 2,000 bytes
+    assert found.decode_limit(1) == pytest.approx(2.1e-3)  # 2,000 bytes and twice a state's 50
+    assert found.decode_limit(100) == pytest.approx(0.012)  # 100 states take longer than products
+    found.read_rate = 2e6
     assert found.decode_limit(100) == pytest.approx(0.01)  # 100,000 FLOP at that rate
 
 
@@ -61,7 +63,7 @@ def test_a_prompt_reads_the_weights_once_a_piece_and_the_head_once() -> None:
 def test_without_a_gemm_rate_reading_alone_limits() -> None:
     found = figures()
     assert found.gemm_rate is None
-    assert found.decode_limit(10**6) == pytest.approx(2e-3)
+    assert found.decode_limit(1000) == pytest.approx(0.102)
 
 
 def test_a_decode_bar_passes_or_falls_short() -> None:
@@ -86,6 +88,23 @@ def test_decode_bars_are_of_bf16_mingru(other: dict[str, Any]) -> None:
     for name, value in other.items():
         setattr(one, name, value)
     assert not any(check.unit == "tokens/s" for check in checks([one]))
+
+
+@pytest.mark.parametrize("size", ["mamba-130m", "mamba-1.4b", "mamba-2.8b", "mamba2-1.3b"])
+def test_mamba_is_measured_against_the_limit(size: str) -> None:
+    one = sized(size, decode=[Decode(1), Decode(64), Decode(7)], prefill=[Prefill(16_384)])
+    large = size != "mamba-130m"
+    for row, share in zip(
+        one.decode, (0.69 if large else 0.39, 0.61 if large else 0.46, 1), strict=True
+    ):
+        row.greedy = one.decode_limit(row.batch) / share
+    one.prefill[0].seconds = one.prefill_limit(16_384) / 0.61
+    found = [check for check in checks([one]) if "limit" in check.what]
+    assert [(check.what, check.result) for check in found] == [
+        ("of the limit, batch 1", "short"),
+        ("of the limit, batch 64", "pass"),
+        ("prefill of 16,384, of the limit", "pass"),
+    ]
 
 
 def test_sampling_and_engine_are_measured_against_the_runner() -> None:

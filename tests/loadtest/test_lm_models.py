@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from engine.errors import CheckpointError
 from engine.models import loader as checkpoint
 from engine.models.minrnn.config import CellName, MinRnnConfig
 from loadtest import engine, lm_limits
-from loadtest.lm_models import random_model, size_config, subject, work
+from loadtest.lm_models import cells_of, random_model, size_config, subject, work
 from loadtest.timing import Call
 
 CPU = torch.device("cpu")
@@ -37,6 +37,42 @@ def test_sizes_are_those_of_their_names(size: str, parameters: int, inner: int, 
     unread = 0 if tied else config.vocab_size * config.d_model
     assert found.weight_bytes == 2 * (parameters - unread)
     assert found.state_bytes == 4 * config.n_layers * inner
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "state"),
+    [
+        ("mamba-130m", 129_135_360, 24 * 1536 * (16 + 3)),
+        ("mamba-1.4b", 1_372_178_432, 48 * 4096 * (16 + 3)),
+        ("mamba-2.8b", 2_768_345_600, 64 * 5120 * (16 + 3)),
+        ("mamba2-1.3b", 1_343_757_312, 48 * (4096 * 128 + 3 * (4096 + 256))),
+    ],
+)
+def test_mamba_has_the_published_shapes_and_its_states_count(
+    size: str, parameters: int, state: int
+) -> None:
+    config = size_config(size, "mingru", "bfloat16")
+    assert list(cells_of(size, ["minlstm"])) == [config.cell]
+    found = work(config, torch.bfloat16)
+    assert (found.parameters, found.state_bytes) == (parameters, 4 * state)
+    assert found.step_bytes(256) == found.weight_bytes + 2 * 256 * 4 * state
+
+
+@pytest.mark.parametrize("size", ["mamba-130m", "mamba2-1.3b"])
+def test_random_mamba_weights_keep_activations_and_vary_tokens(size: str) -> None:
+    config = size_config(size, "", "float32")
+    narrow: dict[str, Any] = {"d_model": 128, "n_layers": 24, "vocab_size": 500}
+    narrow |= {"heads": 8, "head_dim": 32} if size.startswith("mamba2") else {"inner": 256}
+    model = random_model(dataclasses.replace(config, **narrow), CPU, torch.float32)
+    state, slots = model.new_state(32), torch.arange(32, dtype=torch.int32)
+    tokens, visited = torch.arange(32) * 13, set()
+    for _ in range(8):
+        logits = model.logits(model.step(tokens, state, slots))
+        deviation = logits.detach().std(1)
+        assert float(deviation.min()) > 0.5 and float(deviation.max()) < 2
+        tokens = logits.argmax(1)
+        visited.update(tokens.tolist())
+    assert len(visited) > 32
 
 
 def test_work_of_a_model_counted_by_hand() -> None:
