@@ -197,7 +197,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "selective": {"core", "cells"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
-    "cpu_model": {"core", "cells"},
+    "cpu_model": {"core", "cells", "selective"},
     "gemm": {"arch", "core", "cells"},
     "cublaslt": {"core"},
     "fused_norm": {"core", "cells"},

@@ -1,7 +1,7 @@
 // The language model on the CPU: the phases of a step or of a prefill, as every thread of a team
 // goes through them. Compiled once per instruction set; see core/vec.h.
 #include "../core/subnormals_cpu.h"
-#include "recurrence.h"
+#include "selection.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -38,6 +38,7 @@ class Model {
     fed_stride_ = fed_row_bytes(plan_.width, kElement);
     h_stride_ = fed_row_bytes(plan_.inner, kElement);
     mlp_stride_ = fed_row_bytes(plan_.hidden, kElement);
+    selected_stride_ = selected_row_bytes(plan_, kElement);
   }
 
   void run() {
@@ -49,8 +50,12 @@ class Model {
     embed();
     wait_before(first_matrix(work_.layers[0]));
     for (std::int64_t l = 0; l < plan_.layers; ++l) {
-      front(l);
-      back(l);
+      if (plan_.states > 0) {
+        selective_layer(l);
+      } else {
+        front(l);
+        back(l);
+      }
     }
     if (work_.logits) {
       head(norm(plan_.norm, plan_.head));
@@ -231,6 +236,64 @@ class Model {
     wait_before(after_back(l));
   }
 
+  // --- a layer of Mamba
+
+  void selective_layer(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    const char* fed = norm(layer.cell_norm, layer.gates);
+    product(layer.gates, fed, fed_stride_,
+            SelectiveInputs<Fed>(work_, l, cut(layer.gates).rows.begin));
+    wait_before(layer.select);
+    const std::int64_t columns = up_to(layer.select.outputs, kPanel);
+    product(layer.select, to_.h, h_stride_,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              each_output(Output{layer.select, panel, sums}, panels,
+                          [&](std::int64_t c, auto lanes, VF v) {
+                            store(to_.selection + row * columns + c, v, lanes);
+                          });
+            });
+    wait_before(layer.dt);
+    const char* selected = select(layer);
+    const char* rest = selected + fed_row_bytes(plan_.rank, kElement);
+    with_states(plan_.states, [&](auto vectors) {
+      product(layer.dt, selected, selected_stride_,
+              SelectiveRecurrence<decltype(vectors)::value, Fed>(work_, l, cut(layer.dt).rows.begin,
+                                                                 rest, selected_stride_));
+    });
+    wait_before(layer.out);
+    add_to_x(layer.out, to_.h, h_stride_);
+    wait_before(after_back(l));
+  }
+
+  // Rows of dt and B | C, behind their norms if they have some; a few rows by every thread for
+  // itself.
+  const char* select(const LayerPlan& layer) {
+    const bool own = work_.rows <= kOwnRows;
+    char* to = own ? to_.own_selected + thread_ * kOwnRows * selected_stride_ : to_.selected;
+    const std::int64_t columns = up_to(layer.select.outputs, kPanel), rank = plan_.rank;
+    const auto scale = [&](const float* part, std::int64_t width) {
+      return plan_.selection_eps > 0 ? inverse_rms_of(part, width, plan_.selection_eps) : 1.0f;
+    };
+    const Range mine = own ? Range{0, work_.rows} : part_of(work_.rows, thread_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      const float* const from = to_.selection + r * columns;
+      char* const row = to + r * selected_stride_;
+      const float of_dt = scale(from, rank);
+      each_vector(0, rank, [&](std::int64_t c, auto lanes) {
+        Fed::put(row, c, load<VF>(from + c, lanes) * of_dt);
+      });
+      float* const rest = reinterpret_cast<float*>(row + fed_row_bytes(rank, kElement));
+      for (std::int64_t at = 0; at < 2 * plan_.states; at += plan_.states) {
+        const float of_part = scale(from + rank + at, plan_.states);
+        each_vector(0, plan_.states, [&](std::int64_t n, auto lanes) {
+          store(rest + at + n, load<VF>(from + rank + at + n, lanes) * of_part, lanes);
+        });
+      }
+    }
+    if (!own) wait_before(layer.dt);
+    return to;
+  }
+
   void convolve_rows(std::int64_t l) const {
     // Runs of channels of whole sequences, narrower where there are few.
     const Layout& layout = work_.layout;
@@ -302,7 +365,7 @@ class Model {
   const Buffers& to_;
   ThreadTeam& team_;
   const std::int64_t thread_;
-  std::int64_t fed_stride_, h_stride_, mlp_stride_;
+  std::int64_t fed_stride_, h_stride_, mlp_stride_, selected_stride_;
 };
 
 }  // namespace

@@ -118,6 +118,13 @@ class Call {
     work.buffers.h = at += bytes(p.width);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
+    if (p.states > 0) {
+      work.buffers.gate = floats(rows * up_to(p.inner, kPanel));
+      work.buffers.selection = floats(rows * up_to(p.rank + 2 * p.states, kPanel));
+      const std::int64_t selected = selected_row_bytes(p, element) / 4;
+      work.buffers.selected = reinterpret_cast<char*>(floats(rows * selected));
+      work.buffers.own_selected = reinterpret_cast<char*>(floats(threads_ * kOwnRows * selected));
+    }
     if (model_.layers[0].output_norm) {
       work.buffers.squares = floats(rows * up_to(p.inner, kPanel) / kPanel);
       work.buffers.scales = floats(threads_ * rows);
@@ -126,13 +133,26 @@ class Call {
   void use_state(const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
                  const MaybeTensor& f_conv) {
     const Plan& p = plan();
-    check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner},
-                  "[layers, slots, inner]");
-    check_.require(p.inner == 1 || cell.stride(2) == 1,
-                   "cell is changed in place, so its last dimension must be contiguous");
+    if (p.states > 0) {
+      check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner, p.states},
+                    "[layers, slots, inner, states]");
+      check_.require(
+          (p.states == 1 || cell.stride(3) == 1) && (p.inner == 1 || cell.stride(2) == p.states),
+          "cell is changed in place, so its rows [inner, states] must be contiguous");
+    } else {
+      check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner},
+                    "[layers, slots, inner]");
+      check_.require(p.inner == 1 || cell.stride(2) == 1,
+                     "cell is changed in place, so its last dimension must be contiguous");
+    }
     work.cell = static_cast<float*>(cell.mutable_data_ptr());
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
+    if (p.states > 0) {
+      work.gate_convs[0] = windows(conv, "conv", p.gate_taps, p.inner, cell.size(1));
+      check_.require(!i_conv && !f_conv, "i_conv and f_conv must not be given for such a model");
+      return;
+    }
     work.conv = windows(conv, "conv", p.taps, p.width, cell.size(1));
     work.gate_convs[0] = windows(i_conv, "i_conv", p.gate_taps, p.inner, cell.size(1));
     work.gate_convs[1] = windows(f_conv, "f_conv", p.gate_taps, p.inner, cell.size(1));

@@ -13,6 +13,7 @@
 
 #include "../cells/kind.h"
 #include "../core/types.h"
+#include "../selective/args.h"
 #include "thread_team.h"
 
 namespace minserve {
@@ -70,7 +71,11 @@ struct LayerPlan {
   Convolution gate_convs[kGatedInputs];  // of the pre-activations that the cell reads
   const float* parameter = nullptr;      // of the cell, [inner]; null: it has none
   const float* output_norm = nullptr;    // [inner]; null: the cell has no output gate
-  Matrix out;                            // no data: identity
+  // Of Mamba's layers, whose `gates` give x | z and whose gate_convs[0] is that of x:
+  Matrix select, dt;         // inner -> dt | B | C, and dt -> inner
+  const float* A = nullptr;  // [inner, states]
+  const float* D = nullptr;  // [inner]
+  Matrix out;                // no data: identity
   const float* mlp_norm = nullptr;
   Matrix up, down;  // no data: no MLP
 };
@@ -81,6 +86,9 @@ struct Plan {
   std::int64_t layers = 0, width = 0, inner = 0, hidden = 0, vocab = 0, taps = 0, gate_taps = 0;
   MlpActivation activation = MlpActivation::gelu;
   CellKind cell = {};
+  std::int64_t states = 0;  // of a channel of Mamba's layers; 0: layers have a cell
+  std::int64_t rank = 0;    // of their dt
+  float selection_eps = 0;  // of the norms of their dt, B and C; 0: there are none
   bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
   float eps = 0;
@@ -98,6 +106,10 @@ MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
   return up_to(up_to(width, kPanel) * element, 64) + 64;
 }
 
+MS_HD std::int64_t selected_row_bytes(const Plan& plan, std::int64_t element) {
+  return fed_row_bytes(plan.rank, element) + up_to(2 * plan.states, kPanel) * 4;
+}
+
 // Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
@@ -106,6 +118,13 @@ struct Buffers {
   char* h = nullptr;    // [rows, inner]
   char* mlp = nullptr;  // [rows, hidden]
   char* own = nullptr;  // per thread [kOwnRows, width]
+  // Of Mamba's layers, whose u and y are in `h`:
+  float* gate = nullptr;       // [rows, inner]: silu(z)
+  float* selection = nullptr;  // [rows, rank + 2 states]: the product dt | B | C
+  // Rows of dt, as a matrix reads it, and B | C, as floats, selected_row_bytes() apart; and per
+  // thread kOwnRows of them.
+  char* selected = nullptr;
+  char* own_selected = nullptr;
   // Of cells with an output gate:
   float* squares = nullptr;  // [rows, panels of inner]: sums over h * h
   float* scales = nullptr;   // per thread [rows]
@@ -133,7 +152,7 @@ struct Work {
   bool long_tokens = false;
   // Of the sequences that rows are of, each one's in a step; their states move on.
   Layout layout;
-  float* cell = nullptr;  // [layers, slots, inner]
+  float* cell = nullptr;  // [layers, slots, inner], of Mamba's [layers, slots, inner, states]
   std::int64_t cell_layer = 0, cell_slot = 0;
   Windows conv;                      // of width
   Windows gate_convs[kGatedInputs];  // of inner

@@ -8,7 +8,7 @@ namespace minserve {
 
 namespace {
 
-constexpr std::int64_t kVersion = 3;
+constexpr std::int64_t kVersion = 4;
 constexpr std::int64_t kMost = std::int64_t{1} << 32;  // of any width: products of two fit
 
 class Reader {
@@ -99,7 +99,27 @@ bool has_output_gate(CellKind cell) {
   return traits_of(cell).preactivations > traits_of(cell).inputs;
 }
 
+// A layer of Mamba.
+LayerPlan read_selective_layer(Reader& from, const Plan& plan) {
+  const std::int64_t width = plan.width, inner = plan.inner;
+  LayerPlan layer;
+  layer.cell_norm = from.needed(width);
+  layer.gates = from.matrix(plan.half, width, inner, 2);
+  layer.gates.in_order = true;
+  layer.gate_convs[0] = from.convolution(plan.gate_taps, inner);
+  layer.select = from.matrix(plan.half, inner, plan.rank + 2 * plan.states, 1);
+  layer.dt = from.matrix(plan.half, plan.rank, inner, 1);
+  layer.dt.in_order = true;
+  layer.A = from.needed(inner * plan.states);
+  layer.D = from.needed(inner);
+  layer.out = from.matrix(plan.half, inner, width, 1);
+  from.check().require(layer.gates.data && layer.select.data && layer.dt.data && layer.out.data,
+                       "plan leaves out a matrix");
+  return layer;
+}
+
 LayerPlan read_layer(Reader& from, const Plan& plan) {
+  if (plan.states > 0) return read_selective_layer(from, plan);
   const Check& check = from.check();
   const std::int64_t width = plan.width, inner = plan.inner;
   const CellTraits& cell = traits_of(plan.cell);
@@ -144,19 +164,27 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   PackedModel model;
   Plan& p = model.plan;
   from.number(kVersion, kVersion);
-  p.cell = from.cell();
-  p.linear_candidate = from.number(0, 1);
-  p.normalize_gates = from.number(0, 1);
+  p.states = from.number(0, kMostStates);
+  const bool selective = p.states > 0;
+  if (selective) {
+    p.rank = from.number(1, kMost);
+    p.selection_eps = static_cast<float>(from.real());
+  } else {
+    p.cell = from.cell();
+    p.linear_candidate = from.number(0, 1);
+    p.normalize_gates = from.number(0, 1);
+  }
   p.half = from.number(0, 1);
   p.eps = static_cast<float>(from.real());
   p.layers = from.number(1, 4096);
   p.width = from.number(1, kMost);
   p.inner = from.number(1, kMost);
-  p.hidden = from.number(0, kMost);
+  p.hidden = from.number(0, selective ? 0 : kMost);
   p.vocab = from.number(1, kMost);
-  p.taps = from.number(0, 256);
+  p.taps = from.number(0, selective ? 0 : 256);
   p.activation = static_cast<MlpActivation>(from.number(0, 1));
-  p.gate_taps = from.number(0, has_output_gate(p.cell) ? kMostGateTaps : 0);
+  p.gate_taps =
+      from.number(selective ? 2 : 0, selective || has_output_gate(p.cell) ? kMostGateTaps : 0);
   check.require(p.gate_taps != 1, "plan has convolutions of one tap between gates and recurrence");
   p.embedding_stored = from.stored(p.half);
   const std::int64_t element = p.embedding_stored == Kind::f32    ? 4

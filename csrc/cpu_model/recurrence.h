@@ -48,6 +48,39 @@ MS_CELL void with_lanes(std::int64_t left, const F& f) {
   }
 }
 
+// What a convolution of inputs of the recurrence has read before, the newest last.
+struct Window {
+  VF inputs[kMostGateTaps - 1];
+};
+
+// The convolution of `in`, channels from c on of which `left` are there; the window goes on, and so
+// do the carried inputs where the row is the first or the last of its sequence.
+MS_CELL VF convolve_next(const Plan& plan, const Convolution& conv, const Windows& carried, VF in,
+                         Window& window, bool first, bool last, std::int64_t l, std::int64_t slot,
+                         std::int64_t c, std::int64_t left) {
+  const std::int64_t kept = plan.gate_taps - 1, columns = up_to(plan.inner, kPanel);
+  VF* const inputs = window.inputs;
+  float* const state = carried.at(l, slot) + c;
+  if (first) {
+    with_lanes(left, [&](auto lanes) {
+      for (std::int64_t k = 0; k < kept; ++k) inputs[k] = load<VF>(state + k * carried.tap, lanes);
+    });
+  }
+  VF sum = conv.bias ? load<VF>(conv.bias + c, Full{}) : splat<VF>(0.0f);
+  for (std::int64_t k = 0; k < kept; ++k) {
+    sum = fmadd(load<VF>(conv.taps + k * columns + c, Full{}), inputs[k], sum);
+  }
+  sum = fmadd(load<VF>(conv.taps + kept * columns + c, Full{}), in, sum);
+  for (std::int64_t k = 0; k + 1 < kept; ++k) inputs[k] = inputs[k + 1];
+  inputs[kept - 1] = in;
+  if (last) {
+    with_lanes(left, [&](auto lanes) {
+      for (std::int64_t k = 0; k < kept; ++k) store(state + k * carried.tap, inputs[k], lanes);
+    });
+  }
+  return sum;
+}
+
 // The recurrence of one layer, for runs of panels; each run has its rows from `first` on.
 //
 // A cell with an output gate g gives h * silu(g) * weight, as long as sums of h * h: RMSNorm's
@@ -120,9 +153,6 @@ class Recurrence {
   struct When {
     bool first, begins, last;  // of its sequence; of a chunk
   };
-  struct Window {  // what a convolution has read before, the newest last
-    VF inputs[kMostGateTaps - 1];
-  };
   struct Lane {  // since the chunk's start
     VF carry, h, a, b;
   };
@@ -136,36 +166,14 @@ class Recurrence {
     }
   }
 
-  // in <- the convolutions of in; the windows go on.
+  // in <- the convolutions of in.
   MS_CELL void convolve_inputs(VF (&in)[Cell::kInputs], Window (&windows)[Cell::kInputs],
                                const When& when, std::int64_t slot, std::int64_t c,
                                std::int64_t left) const {
-    const std::int64_t kept = work_.plan->gate_taps - 1;
-    const std::int64_t columns = up_to(work_.plan->inner, kPanel);
 #pragma GCC unroll 2
     for (int n = 0; n < Cell::kInputs; ++n) {
-      const Convolution& conv = layer_.gate_convs[n];
-      VF* const window = windows[n].inputs;
-      float* const state = work_.gate_convs[n].at(l_, slot) + c;
-      const std::int64_t tap = work_.gate_convs[n].tap;
-      if (when.first) {
-        with_lanes(left, [&](auto lanes) {
-          for (std::int64_t k = 0; k < kept; ++k) window[k] = load<VF>(state + k * tap, lanes);
-        });
-      }
-      VF sum = conv.bias ? load<VF>(conv.bias + c, Full{}) : splat<VF>(0.0f);
-      for (std::int64_t k = 0; k < kept; ++k) {
-        sum = fmadd(load<VF>(conv.taps + k * columns + c, Full{}), window[k], sum);
-      }
-      sum = fmadd(load<VF>(conv.taps + kept * columns + c, Full{}), in[n], sum);
-      for (std::int64_t k = 0; k + 1 < kept; ++k) window[k] = window[k + 1];
-      window[kept - 1] = in[n];
-      if (when.last) {
-        with_lanes(left, [&](auto lanes) {
-          for (std::int64_t k = 0; k < kept; ++k) store(state + k * tap, window[k], lanes);
-        });
-      }
-      in[n] = sum;
+      in[n] = convolve_next(*work_.plan, layer_.gate_convs[n], work_.gate_convs[n], in[n],
+                            windows[n], when.first, when.last, l_, slot, c, left);
     }
   }
 

@@ -32,11 +32,8 @@ MS_CELL float inverse_rms(float squares, std::int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps);
 }
 
-// x <- RMSNorm(x) * weight, given to put(channel, vector). Four partial sums, combined in one
-// order.
-template <class F>
-MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, float eps,
-                      const F& put) {
+// What RMSNorm multiplies x with. Four partial sums, combined in one order.
+MS_CELL float inverse_rms_of(const float* x, std::int64_t width, float eps) {
   VF sums[4] = {};
   int which = 0;
   each_vector(0, width, [&](std::int64_t c, auto lanes) {
@@ -47,7 +44,14 @@ MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, f
   const VF total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   float sum = 0;
   for (int i = 0; i < kWidth; ++i) sum += total[i];
-  const float inverse = inverse_rms(sum, width, eps);
+  return inverse_rms(sum, width, eps);
+}
+
+// x <- RMSNorm(x) * weight, given to put(channel, vector).
+template <class F>
+MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, float eps,
+                      const F& put) {
+  const float inverse = inverse_rms_of(x, width, eps);
   each_vector(0, width, [&](std::int64_t c, auto lanes) {
     put(c, load<VF>(x + c, lanes) * inverse * load<VF>(weight + c, lanes), lanes);
   });

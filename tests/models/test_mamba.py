@@ -18,6 +18,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.models import registry
 from engine.models.backends import cluster_decode, cpu, fused_gemm
 from engine.models.backends.blocks import refusal
+from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.selector import explain_backend, select_backend
 from engine.models.convert import convert
@@ -281,10 +282,23 @@ def test_the_program_has_the_stages_of_a_layer(case: Case, changes: dict[str, An
         assert stage.norm_eps == case.values.get("mixer_rms_eps")
 
 
-def test_fused_kernels_refuse_it_by_name_and_it_is_served(case: Case) -> None:
-    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
+@variants
+def test_a_cpu_has_kernels_for_it(case: Case, changes: dict[str, Any]) -> None:
+    """The logits and continuations of the equations, from packed weights."""
+    device, text = torch.device("cpu"), random_tokens(140)
+    assert explain_backend(case.model, device).name == "cpu"
+    backend = select_backend(case.model, device, deterministic=True)
+    assert isinstance(backend, CpuBackend)
+    state, slot = backend.new_state(2), int32([1])
+    hidden = backend.prefill(text[:130], int32([0, 130]), state, slot)
+    got = [backend.logits(hidden), *(backend.step(one, state, slot) for one in text[130:].split(1))]
+    assert deviations(torch.cat(got), case.logits(text)) < DEVIATIONS
+
+
+def test_other_kernels_refuse_it_by_name_and_it_is_served(tmp_path: Path) -> None:
+    case, device = Case(tmp_path / "model", {"conv_kernel": 9}), torch.device("cpu")
+    reason = "convolutions of more than 8 taps"
     assert cpu.supports(case.model) == reason
-    device = torch.device("cpu")
     info = explain_backend(case.model, device)
     assert info.name == "eager" and ("cpu", False, reason) in [
         (path.name, path.used, path.reason) for path in info.paths
@@ -292,6 +306,7 @@ def test_fused_kernels_refuse_it_by_name_and_it_is_served(case: Case) -> None:
     assert isinstance(select_backend(case.model, device), EagerBackend)
     with pytest.raises(ConfigError, match=f"deterministic is not possible .*: {reason}; allowed"):
         select_backend(case.model, device, deterministic=True)
+    reason = "cell 'mamba', but its kernels have only mingru, minlstm and hgrn"
     assert fused_gemm.refuses_model(case.model.bfloat16()) == reason
     reason = "cell 'mamba', but its kernels have only mingru and minlstm"
     assert refusal(case.model, cluster_decode.SUPPORT) == reason

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from engine.models.backends.cpu import CpuBackend, pack_matrix, supports
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
+from engine.models.mamba.config import MambaConfig
+from engine.models.mamba.lm import MambaLM
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
@@ -55,6 +58,8 @@ def quantized(model: LanguageModel) -> tuple[LanguageModel, dict[str, Tensor]]:
     """`model` with int8 matrices, and the weights that it then stands for, float64."""
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
+        if name.endswith(("x_proj", "dt_proj")):  # which keep the type of the other weights
+            continue
         if isinstance(module, nn.Linear | nn.Embedding):
             parent = model.get_submodule(name.rpartition(".")[0])
             bias = getattr(module, "bias", None)
@@ -87,6 +92,9 @@ def wide(options: dict[str, object]) -> LanguageModel:
     if options.get("family") == "hgrn":
         widths: dict[str, object] = {"d_model": 301, "inner": 511, "mlp_hidden": 371}
         model = hgrn({"vocab_size": 211, **widths, **options})
+    elif options.get("family") == "mamba":
+        widths = {"d_model": 301, "inner": 511, "dt_rank": 19}
+        model = mamba({"vocab_size": 211, **widths, **options})
     else:
         shape = {"d_model": 301, "vocab_size": 211, "expansion": 1.7, "mlp_ratio": 2.3}
         model = LM(config_of({**shape, **options})).eval()
@@ -106,6 +114,19 @@ def hgrn(options: dict[str, object]) -> HgrnLM:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name == "lower_bounds":
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def mamba(options: dict[str, object]) -> MambaLM:
+    """A random model of the family mamba whose every parameter matters."""
+    shape = {"vocab_size": 29, "d_model": 20, "n_layers": 3, "inner": 28, "dt_rank": 3}
+    values = {**shape, "state_size": 16, **options}
+    del values["family"]
+    model = MambaLM(MambaConfig(**values)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias", "A_log", "D")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
@@ -184,6 +205,63 @@ def test_hgrn_as_in_plain_torch(options: dict[str, object], kind: str) -> None:
         assert relative_error(other[name][:, [0, 2]], tensor[:, [3, 1]]) < FP32
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "mamba"},
+        {"family": "mamba", "selection_norm_eps": 1e-6, "tie_embeddings": True},
+        {"family": "mamba", "selection_norm_eps": 1e-2, "state_size": 5, "dt_rank": 1},
+        {"family": "mamba", "bias": True, "conv_bias": False, "conv_kernel": 2},
+        {"family": "mamba", "conv_kernel": 8, "state_size": 17, "inner": 64, "dt_rank": 33},
+        {"family": "mamba", "state_size": 1, "inner": 7, "n_layers": 1},
+        {"family": "mamba", "residual_in_fp32": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
+def test_mamba_as_in_plain_torch(options: dict[str, object], kind: str) -> None:
+    torch.manual_seed(0)
+    model = mamba(options)
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    given: LanguageModel = model
+    weights = dict(model.state_dict())
+    if kind.startswith("int8"):
+        given, weights = quantized(model)
+    tokens = random_tokens(29, 2, 19)
+    expected = plain_logits(model, weights, tokens)
+    packed = CpuBackend(given)
+    state, other = packed.new_state(4), packed.new_state(4)
+    by_step = stepped(packed, tokens, state, int32([3, 1]))
+    by_prompt = torch.stack([prefilled(packed, row, other, 2 * i) for i, row in enumerate(tokens)])
+    tolerance = BF16 if kind.endswith("bfloat16") else FP32
+    assert relative_error(by_step, expected) < tolerance
+    assert relative_error(by_prompt, by_step) < FP32
+    for name, tensor in state.named.items():
+        assert relative_error(other[name][:, [0, 2]], tensor[:, [3, 1]]) < FP32
+
+
+@pytest.mark.parametrize("options", [{}, {"selection_norm_eps": 1e-6, "state_size": 5}])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-bfloat16"])
+def test_no_split_of_mamba_s_prompts_changes_a_bit(options: dict[str, object], kind: str) -> None:
+    """Its recurrence goes from token to token, and steps do what prompts do."""
+    model = wide({"family": "mamba", **options})
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    if kind.startswith("int8"):
+        model, _ = quantized(model)
+    packed, tokens = CpuBackend(model), random_tokens(211, 190)
+    state = packed.new_state(1)
+    expected = prefilled(packed, tokens, state, 0)
+    for cuts in ([1], [2, 3, 70], [128], [129, 189]):
+        other = packed.new_state(1)
+        parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split(cuts)]
+        assert torch.equal(torch.cat(parts), expected)
+        assert same_rows(other, [0], state, [0])
+    steps, few = packed.new_state(1), tokens[None, :40]
+    assert torch.equal(stepped(packed, few, steps, int32([0]))[0], expected[:40])
+
+
 @pytest.mark.parametrize("eps", [1e-2, 1e-6])
 def test_the_gated_norm_of_states_near_zero(eps: float) -> None:
     """There its epsilon counts."""
@@ -205,6 +283,11 @@ def test_the_gated_norm_of_states_near_zero(eps: float) -> None:
         {"cell": "mingru", "conv_kernel": 4, "tie_embeddings": True},
         {"family": "hgrn"},
         {"family": "hgrn", "conv_kernel": 4},
+        {"family": "mamba"},
+        pytest.param(
+            {"family": "mamba", "selection_norm_eps": 1e-6, "state_size": 5, "bias": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"cell": "hgrn", "expansion": 1.0, "out_projection": False, "conv_kernel": 3},
             marks=pytest.mark.slow,
@@ -267,7 +350,15 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
         assert torch.equal(state["cell"][:, slots], together["cell"][:, slots])
 
 
-@pytest.mark.parametrize("options", [{"cell": "mingru"}, {"cell": "minlstm"}, {"family": "hgrn"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cell": "mingru"},
+        {"cell": "minlstm"},
+        {"family": "hgrn"},
+        {"family": "mamba", "selection_norm_eps": 1e-6},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_prompt_has_the_same_bits_in_every_company(
     options: dict[str, object], dtype: torch.dtype
@@ -286,13 +377,22 @@ def test_a_prompt_has_the_same_bits_in_every_company(
         assert same_rows(together, [slot], alone, [0])
 
 
-@pytest.mark.parametrize("options", [{"cell": "mingru"}, {"family": "hgrn"}])
-@pytest.mark.parametrize("conv", [0, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {**one, "conv_kernel": conv}
+            for one in ({"cell": "mingru"}, {"family": "hgrn"})
+            for conv in (0, 3)
+        ),
+        {"family": "mamba"},
+    ],
+)
 def test_padding_of_prompts_changes_nothing(
-    options: dict[str, object], conv: int, threads: Callable[[int], None]
+    options: dict[str, object], threads: Callable[[int], None]
 ) -> None:
     """Sequences that are empty or have no slot, and tokens behind the last one."""
-    packed = CpuBackend(wide({**options, "conv_kernel": conv}))
+    packed = CpuBackend(wide(options))
     tokens = random_tokens(211, 160)
     bounds, slots = int32([0, 3, 3, 10, 152]), int32([2, 1, -1, 0])
     alone = packed.new_state(3)
@@ -309,15 +409,16 @@ def test_padding_of_prompts_changes_nothing(
         assert same_rows(state, [0, 1, 2], alone, [0, 1, 2])
 
 
-@pytest.mark.parametrize("family", ["minrnn", "hgrn"])
-@pytest.mark.parametrize("conv", [0, 3])
-def test_a_padding_row_changes_nothing(family: str, conv: int) -> None:
-    hgrn_like, minrnn_like = {"family": "hgrn"}, {"cell": "mingru"}
-    packed = CpuBackend(
-        hgrn({**hgrn_like, "conv_kernel": conv})
-        if family == "hgrn"
-        else build({**minrnn_like, "conv_kernel": conv})
-    )
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(partial(build, {"cell": "mingru", "conv_kernel": conv}) for conv in (0, 3)),
+        *(partial(hgrn, {"family": "hgrn", "conv_kernel": conv}) for conv in (0, 3)),
+        partial(mamba, {"family": "mamba", "bias": True}),
+    ],
+)
+def test_a_padding_row_changes_nothing(model: Callable[[], LanguageModel]) -> None:
+    packed = CpuBackend(model())
     state, expected = packed.new_state(3), packed.new_state(3)
     tokens = random_tokens(29, 1)
     wanted = packed.step(tokens, expected, int32([1]))
@@ -369,7 +470,7 @@ def test_packing_moves_the_weights_when_asked() -> None:
     tokens = random_tokens(29, 2)
     a = kept.step(tokens, kept.new_state(2), int32([0, 1]))
     assert torch.equal(a, taken.step(tokens, taken.new_state(2), int32([0, 1])))
-    for given in (model, hgrn({"family": "hgrn"})):
+    for given in (model, hgrn({"family": "hgrn"}), mamba({"family": "mamba"})):
         CpuBackend(given, take=True)
         assert sum(weight.numel() for weight in given.parameters()) == 0
 
@@ -404,6 +505,15 @@ def test_models_that_cannot_be_packed() -> None:
     other = hgrn({"family": "hgrn"})
     other.layers[1].gated_norm.eps = 1e-3
     assert supports(other) == "norms of different epsilons"
+    assert supports(mamba({"family": "mamba", "conv_kernel": 8})) is None
+    long_of_mamba = mamba({"family": "mamba", "conv_kernel": 9})
+    assert supports(long_of_mamba) == "convolutions of more than 8 taps"
+    unlike = mamba({"family": "mamba"})
+    unlike.layers[2].selection_norm_eps = 1e-6
+    assert supports(unlike) == "layers differ in the recurrence"
+    unlike = mamba({"family": "mamba"})
+    unlike.layers[1].norm.eps = 1e-3
+    assert supports(unlike) == "norms of different epsilons"
     with pytest.raises(ValueError, match="float32, bfloat16 or int8"):
         CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))
@@ -441,13 +551,34 @@ def test_state_of_another_model_raises() -> None:
         packed.step(torch.tensor([1.0]), packed.new_state(1), slot)
 
 
-@pytest.mark.parametrize("family", ["minrnn", "hgrn"])
-def test_a_plan_that_leads_out_of_the_weights_raises(family: str) -> None:
-    packed = CpuBackend(
-        hgrn({"family": "hgrn", "conv_kernel": 3})
-        if family == "hgrn"
-        else build({"cell": "mingru"})
-    )
+def test_state_of_another_mamba_model_raises() -> None:
+    packed = CpuBackend(mamba({"family": "mamba"}))
+    token, slot = torch.tensor([1]), int32([0])
+    state = packed.new_state(1)
+    with pytest.raises(RuntimeError, match=r"cell must be \[layers, slots, inner, states\]"):
+        packed.step(token, ModelState({**state.named, "ssm": state["ssm"][..., :5]}), slot)
+    apart = ModelState({**state.named, "ssm": state["ssm"].mT.contiguous().mT})
+    with pytest.raises(RuntimeError, match=r"rows \[inner, states\] must be contiguous"):
+        packed.step(token, apart, slot)
+    with pytest.raises(RuntimeError, match="conv must be given"):
+        packed.step(token, ModelState({"ssm": state["ssm"]}), slot)
+    with pytest.raises(RuntimeError, match="i_conv and f_conv must not be given"):
+        given = packed._weights, packed._plan, state["ssm"], state["conv"], state["conv"]
+        torch.ops.minserve.lm_step(token, slot, *given)
+
+
+@pytest.mark.parametrize(
+    ("model", "epsilons"),
+    [
+        (partial(build, {"cell": "mingru"}), (6,)),
+        (partial(hgrn, {"family": "hgrn", "conv_kernel": 3}), (6,)),
+        (partial(mamba, {"family": "mamba"}), (3, 5)),
+    ],
+)
+def test_a_plan_that_leads_out_of_the_weights_raises(
+    model: Callable[[], LanguageModel], epsilons: tuple[int, ...]
+) -> None:
+    packed = CpuBackend(model())
     weights, plan = packed._weights, packed._plan
     state = [None if name is None else packed.new_state(1)[name] for name in packed._states]
     call = torch.ops.minserve.lm_step
@@ -455,7 +586,7 @@ def test_a_plan_that_leads_out_of_the_weights_raises(family: str) -> None:
     for position in range(plan.numel()):
         changed = plan.clone()
         changed[position] = 2**40
-        if position == 5:  # the norm's epsilon may be any number
+        if position in epsilons:  # which may be any number
             continue
         with pytest.raises(RuntimeError, match="plan"):
             call(*arguments, weights, changed, *state)

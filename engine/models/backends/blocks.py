@@ -6,6 +6,10 @@ A block is a layer of these stages, where those in brackets may be missing:
     x += out([gated norm](recurrence([short convolutions](gates(norm(x))))))
     [x += down(activation(up(norm(x))))]
 
+or, in Mamba, a selective block:
+
+    x += out(selective recurrence(conv(in(norm(x)))))
+
 A backend compiles a model's program to blocks and names what its kernels lack.
 """
 
@@ -98,6 +102,22 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveBlock:
+    """One layer of Mamba; the parts are the model's own modules."""
+
+    norm: nn.RMSNorm
+    inputs: nn.Linear | QuantLinear  # to x | z
+    conv: Conv  # of x
+    recurrence: SelectiveRecurrence
+    out: nn.Linear | QuantLinear
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrence."""
+        return self.out.weight.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockModel:
     """A model of blocks that differ in nothing but their weights (`refusal` checks it)."""
 
@@ -151,7 +171,17 @@ class BlockModel:
         return "gelu" if mlp is None else mlp.activation
 
 
-_S = TypeVar("_S", Conv, Elementwise, GatedNorm, Linear, Norm, Recurrence, Residual)
+_S = TypeVar(
+    "_S",
+    Conv,
+    Elementwise,
+    GatedNorm,
+    Linear,
+    Norm,
+    Recurrence,
+    Residual,
+    SelectiveRecurrence,
+)
 
 
 class _Reader:
@@ -222,6 +252,31 @@ def _block(layer: LayerProgram) -> Block:
     return Block(norm, gates, recurrence, mixer, tuple(short_convs), gated_norm, out, mlp)
 
 
+def is_selective(program: ModelProgram) -> bool:
+    """Return whether the layers are selective blocks."""
+    return any(isinstance(stage, SelectiveRecurrence) for stage in program.layers[0])
+
+
+def compile_selective(program: ModelProgram) -> list[SelectiveBlock]:
+    """Return the model's layers as selective blocks; they must be such (see `refusal`)."""
+    return [_selective_block(layer) for layer in program.layers]
+
+
+def _selective_block(layer: LayerProgram) -> SelectiveBlock:
+    reader = _Reader(layer)
+    block = SelectiveBlock(
+        reader.take(Norm).module,
+        reader.take(Linear).module,
+        reader.take(Conv),
+        reader.take(SelectiveRecurrence),
+        reader.take(Linear).module,
+    )
+    reader.take(Residual)
+    if reader.stages:
+        raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
+    return block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
     """What the kernels of a backend compute, beside the stages that every block has."""
@@ -256,21 +311,34 @@ def _shape(block: Block) -> dict[str, object]:
     }
 
 
+def _selective_shape(block: SelectiveBlock) -> dict[str, object]:
+    """Return the same of a selective block."""
+    recurrence = block.recurrence
+    return {
+        "the recurrence": (
+            *(recurrence.select.weight.shape, recurrence.A.shape),
+            *(recurrence.state, recurrence.norm_eps),
+        ),
+        "the convolution": _shape_of_conv(block.conv),
+        "the out projection": block.out.weight.shape,
+        "biases": [one.bias is None for one in (block.inputs, block.out)],
+    }
+
+
 def _shape_of_conv(conv: Conv) -> tuple[object, ...]:
     return conv.weight.shape, conv.bias is None, conv.state, conv.first
 
 
-def _unlike(model: BlockModel) -> str | None:
+def _unlike(
+    shapes: Sequence[dict[str, object]], norms: Sequence[nn.RMSNorm], eps: float
+) -> str | None:
     """Return what kernels would compute wrongly because layers or norms differ; None: nothing."""
-    first = _shape(model.blocks[0])
-    for block in model.blocks[1:]:
-        for name, value in _shape(block).items():
+    first, *others = shapes
+    for shape in others:
+        for name, value in shape.items():
             if value != first[name]:
                 return f"layers differ in {name}"
-    norms = [model.program.norm, *(norm for block in model.blocks for norm in block.norms)]
-    if any(norm.eps != model.config.norm_eps for norm in norms):
-        return "norms of different epsilons"
-    return None
+    return "norms of different epsilons" if any(norm.eps != eps for norm in norms) else None
 
 
 def _other_cell(cell: str, support: Support) -> str:
@@ -283,10 +351,12 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
 
     The reason completes "not used: ".
     """
-    other = SelectiveRecurrence | SsdRecurrence
-    if any(isinstance(stage, other) for stage in model.program().layers[0]):
+    program = model.program()
+    if any(isinstance(stage, SsdRecurrence) for stage in program.layers[0]):
         return _other_cell(model.config.cell, support)
     try:
+        if is_selective(program):
+            return _selective_refusal(model.config, program, support)
         compiled = compile_blocks(model)
     except _OtherShapeError as error:
         return str(error)
@@ -304,4 +374,13 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
             return "no out projection"
         if block.short_convs and not support.short_convs:
             return "convolutions between gates and recurrence"
-    return _unlike(compiled)
+    norms = [program.norm, *(norm for block in blocks for norm in block.norms)]
+    return _unlike([_shape(block) for block in blocks], norms, model.config.norm_eps)
+
+
+def _selective_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
+    if config.cell not in support.cells:
+        return _other_cell(config.cell, support)
+    blocks = compile_selective(program)
+    norms = [program.norm, *(block.norm for block in blocks)]
+    return _unlike([_selective_shape(block) for block in blocks], norms, config.norm_eps)

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from engine.backend_info import BackendInfo, PathInfo
 from engine.config import ModelConfig
-from engine.models.backends.blocks import Support, compile_blocks, refusal
+from engine.models.backends.blocks import (
+    Block,
+    BlockModel,
+    SelectiveBlock,
+    Support,
+    compile_blocks,
+    compile_selective,
+    is_selective,
+    refusal,
+)
 from engine.models.language_model import LanguageModel
 from engine.models.program import Activation, Conv
 from engine.models.state import ModelState, new_state
@@ -29,16 +38,16 @@ from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 SUPPORT = Support(  # csrc/cpu_model
-    cells=("mingru", "minlstm", "hgrn"),
+    cells=("mingru", "minlstm", "hgrn", "mamba"),
     activations=("gelu", "swiglu"),
     no_out=True,
     short_convs=True,
 )
-_MOST_GATE_TAPS = 8  # of a convolution between gates and recurrence
+_MOST_GATE_TAPS = 8  # of a convolution between gates, or Mamba's x, and recurrence
 
 BACKEND = "cpu"
 INFO = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
-_VERSION = 3
+_VERSION = 4
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
 _LINE = 64  # bytes of a cache line, to which every tensor is aligned
@@ -62,6 +71,12 @@ def supports(model: LanguageModel) -> str | None:
 
 def _other_gates(model: LanguageModel) -> str | None:
     """Return what lies between gates and out projection that the operators do not compute."""
+    program = model.program()
+    if is_selective(program):
+        taps = compile_selective(program)[0].conv.weight.shape[1]
+        return (
+            f"convolutions of more than {_MOST_GATE_TAPS} taps" if taps > _MOST_GATE_TAPS else None
+        )
     blocks = compile_blocks(model)
     convs, inner, taps = blocks.blocks[0].short_convs, blocks.inner, blocks.short_taps
     if not convs:
@@ -239,16 +254,31 @@ class _Writer:
 
     def model(self, model: LanguageModel, half: bool) -> None:
         """Write the whole model; `half`: its weights are bfloat16."""
-        config, blocks = model.config, compile_blocks(model)
-        gates, how = blocks.gates, blocks.recurrence
-        up_gates = 2 if blocks.activation == "swiglu" else 1  # gate | up
+        program = model.program()
+        if is_selective(program):
+            selective = compile_selective(program)
+            self._selective_shape(model.config, selective[0], half)
+            self._ends(model, half)
+            for layer in selective:
+                self._selective_block(layer, half)
+        else:
+            compiled = compile_blocks(model)
+            self._shape(compiled, half)
+            self._ends(model, half)
+            for block in compiled.blocks:
+                self._block(block, half)
+        self._done(*model.parameters())
+
+    def _shape(self, blocks: BlockModel, half: bool) -> None:
+        config, how = blocks.config, blocks.recurrence
         self.numbers(
             _VERSION,
+            0,  # states: layers have a cell
             library.cell_number(how.cell),
             int(how.linear_candidate),
             int(how.normalize_gates),
             int(half),
-            struct.unpack("<q", struct.pack("<d", config.norm_eps))[0],
+            _bits(config.norm_eps),
             config.n_layers,
             config.d_model,
             blocks.inner,
@@ -258,27 +288,74 @@ class _Writer:
             _ACTIVATIONS[blocks.activation],
             blocks.short_taps,
         )
+
+    def _selective_shape(self, config: ModelConfig, block: SelectiveBlock, half: bool) -> None:
+        how = block.recurrence
+        self.numbers(
+            _VERSION,
+            how.A.shape[1],
+            how.dt.weight.shape[1],
+            _bits(how.norm_eps or 0.0),
+            int(half),
+            _bits(config.norm_eps),
+            config.n_layers,
+            config.d_model,
+            block.inner,
+            *(0, config.vocab_size, 0, 0),  # no MLP, no convolution before the norm
+            block.conv.weight.shape[1],
+        )
+
+    def _ends(self, model: LanguageModel, half: bool) -> None:
         self.table(model.embedding, half, tied=model.head is None)
         self.vector(model.norm.weight)
         head: nn.Module = model.embedding if model.head is None else model.head
         self.matrix(head, half, bias=model.head_bias)
-        for block in blocks.blocks:
-            self.convolution(block.mixer.conv if block.mixer else None)
-            self.matrix(block.mixer.mix if block.mixer else None, half)
-            self.vector(block.norm.weight)
-            self.matrix(block.gates, half, gates)
-            if block.gated_norm is not None:
-                for conv in block.short_convs or (None, None):
-                    self.convolution(conv)
-                self.vector(block.gated_norm.weight)
-            if block.operators.bounded:
-                bound = block.recurrence.lower_bound
-                self.vector(torch.zeros(blocks.inner) if bound is None else bound)
-            self.matrix(block.out, half)
-            self.vector(block.mlp.norm.weight if block.mlp else None)
-            self.matrix(block.mlp.up if block.mlp else None, half, up_gates)
-            self.matrix(block.mlp.down if block.mlp else None, half)
-        self._done(*model.parameters())
+
+    def _block(self, block: Block, half: bool) -> None:
+        gates = block.operators.gates
+        self.convolution(block.mixer.conv if block.mixer else None)
+        self.matrix(block.mixer.mix if block.mixer else None, half)
+        self.vector(block.norm.weight)
+        self.matrix(block.gates, half, gates)
+        if block.gated_norm is not None:
+            for conv in block.short_convs or (None, None):
+                self.convolution(conv)
+            self.vector(block.gated_norm.weight)
+        if block.operators.bounded:
+            bound = block.recurrence.lower_bound
+            self.vector(torch.zeros(block.inner) if bound is None else bound)
+        self.matrix(block.out, half)
+        up_gates = 2 if block.mlp and block.mlp.activation == "swiglu" else 1  # gate | up
+        self.vector(block.mlp.norm.weight if block.mlp else None)
+        self.matrix(block.mlp.up if block.mlp else None, half, up_gates)
+        self.matrix(block.mlp.down if block.mlp else None, half)
+
+    def _selective_block(self, block: SelectiveBlock, half: bool) -> None:
+        how = block.recurrence
+        self.vector(block.norm.weight)
+        self.matrix(block.inputs, half, gates=2)  # x | z
+        self.convolution(block.conv)
+        self.matrix(how.select, half)
+        self.matrix(how.dt, half)
+        self.vector(how.A.flatten())
+        self.vector(how.D)
+        self.matrix(block.out, half)
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _states(model: LanguageModel) -> tuple[str, str | None, str | None, str | None]:
+    """Return the names of the recurrence's state and of the inputs that convolutions carry on."""
+    program = model.program()
+    if is_selective(program):
+        selective = compile_selective(program)[0]
+        return selective.recurrence.state, selective.conv.state, None, None
+    blocks = compile_blocks(model)
+    i_conv, f_conv = [conv.state for conv in blocks.blocks[0].short_convs] or (None, None)
+    return blocks.recurrence.state, blocks.conv_state, i_conv, f_conv
 
 
 class CpuBackend:
@@ -298,16 +375,7 @@ class CpuBackend:
         self.info = INFO
         self.parameters_count = sum(weight.numel() for weight in model.parameters())
         half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
-        blocks = compile_blocks(model)
-        first = blocks.blocks[0]
-        i_conv, f_conv = [conv.state for conv in first.short_convs] or (None, None)
-        # Which tensors of the state the operators take, in their order.
-        self._states = (
-            first.recurrence.state,
-            blocks.conv_state,
-            i_conv,
-            f_conv,
-        )
+        self._states = _states(model)  # which tensors of the state the operators take, in order
         self._initial = {name: tensor.float() for name, tensor in model.initial_state().items()}
         counted = _Block()
         _Writer(counted, take=False).model(model, half)
