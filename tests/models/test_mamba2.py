@@ -232,7 +232,7 @@ def test_the_program_has_the_stages_of_a_layer(case: Case, changes: dict[str, An
 
 
 def test_fused_kernels_refuse_it_by_name_and_it_is_served(case: Case) -> None:
-    reason = "cell 'mamba2', but its kernels have only mingru, minlstm and hgrn"
+    reason = "cell 'mamba2', but its kernels have only mingru, minlstm, hgrn and mamba"
     assert cpu.supports(case.model) == reason
     device = torch.device("cpu")
     info = explain_backend(case.model, device)
@@ -242,6 +242,7 @@ def test_fused_kernels_refuse_it_by_name_and_it_is_served(case: Case) -> None:
     assert isinstance(select_backend(case.model, device), EagerBackend)
     with pytest.raises(ConfigError, match=f"deterministic is not possible .*: {reason}; allowed"):
         select_backend(case.model, device, deterministic=True)
+    reason = "cell 'mamba2', but its kernels have only mingru, minlstm and hgrn"
     assert fused_gemm.refuses_model(case.model.bfloat16()) == reason
     reason = "cell 'mamba2', but its kernels have only mingru and minlstm"
     assert refusal(case.model, cluster_decode.SUPPORT) == reason
