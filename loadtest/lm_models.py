@@ -260,9 +260,9 @@ def _meta(config: ModelConfig) -> LanguageModel:
 def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
     """Return the bytes of a stored tensor, in a model whose plain weights are of `dtype`.
 
-    Quantised weights and their scales keep their own types.
+    Quantised weights and their scales keep their own types, and so do A, D and dt of Mamba.
     """
-    plain = tensor.dtype == torch.float32 and not name.endswith("scale")
+    plain = tensor.dtype == torch.float32 and not name.endswith(("scale", *_STATE_SPACE))
     return tensor.numel() * (dtype.itemsize if plain else tensor.dtype.itemsize)
 
 

@@ -375,23 +375,34 @@ def fingerprint(folder: Path, state_dtype: str = "auto") -> str:
 def _dtypes(model: LanguageModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return each tensor's type if the model is held or stored in `dtype`.
 
-    Quantised weights and their scales have their own types.
+    Quantised weights and their scales have their own types, and some parameters are float32.
     """
     matrices = quantized_matrices(model)
     own = {*matrices, *matrices.values()}
-    return {
-        name: tensor.dtype if name in own else dtype for name, tensor in model.state_dict().items()
-    }
+
+    def type_of(name: str, tensor: Tensor) -> torch.dtype:
+        if name in own:
+            return tensor.dtype
+        return torch.float32 if name.endswith(model.float32_parameters) else dtype
+
+    return {name: type_of(name, tensor) for name, tensor in model.state_dict().items()}
 
 
 def _read_own(
     folder: Path, model: LanguageModel, stored: Mapping[str, Stored]
 ) -> Iterator[tuple[str, Tensor]]:
     """Compare the tensors of a folder in minserve's form with the model, then yield them."""
-    dtypes = _dtypes(model, DTYPES[model.config.dtype])
+    plain = DTYPES[model.config.dtype]
+    dtypes = _dtypes(model, plain)
+
+    def stored_as(name: str) -> tuple[str, ...]:
+        # What is held in float32 beside 16-bit weights may be stored as these are.
+        either = name.endswith(model.float32_parameters)
+        kinds = (dtypes[name], plain) if either else (dtypes[name],)
+        return tuple(dict.fromkeys(STORED_AS[kind] for kind in kinds))
+
     expected = {
-        name: (tuple(tensor.shape), (STORED_AS[dtypes[name]],))
-        for name, tensor in model.state_dict().items()
+        name: (tuple(tensor.shape), stored_as(name)) for name, tensor in model.state_dict().items()
     }
     compare(folder, expected, stored)
     return ((name, stored[name].read().contiguous()) for name in expected)

@@ -40,21 +40,22 @@ def test_sizes_are_those_of_their_names(size: str, parameters: int, inner: int, 
 
 
 @pytest.mark.parametrize(
-    ("size", "parameters", "state"),
+    ("size", "parameters", "float32", "state"),
     [
-        ("mamba-130m", 129_135_360, 24 * 1536 * (16 + 3)),
-        ("mamba-1.4b", 1_372_178_432, 48 * 4096 * (16 + 3)),
-        ("mamba-2.8b", 2_768_345_600, 64 * 5120 * (16 + 3)),
-        ("mamba2-1.3b", 1_343_757_312, 48 * (4096 * 128 + 3 * (4096 + 256))),
+        ("mamba-130m", 129_135_360, 24 * 1536 * 18, 24 * 1536 * (16 + 3)),
+        ("mamba-1.4b", 1_372_178_432, 48 * 4096 * 18, 48 * 4096 * (16 + 3)),
+        ("mamba-2.8b", 2_768_345_600, 64 * 5120 * 18, 64 * 5120 * (16 + 3)),
+        ("mamba2-1.3b", 1_343_757_312, 48 * 64 * 3, 48 * (4096 * 128 + 3 * (4096 + 256))),
     ],
 )
 def test_mamba_has_the_published_shapes_and_its_states_count(
-    size: str, parameters: int, state: int
+    size: str, parameters: int, float32: int, state: int
 ) -> None:
     config = size_config(size, "mingru", "bfloat16")
     assert list(cells_of(size, ["minlstm"])) == [config.cell]
     found = work(config, torch.bfloat16)
     assert (found.parameters, found.state_bytes) == (parameters, 4 * state)
+    assert found.weight_bytes == 2 * parameters + 2 * float32
     assert found.step_bytes(256) == found.weight_bytes + 2 * 256 * 4 * state
 
 

@@ -220,6 +220,26 @@ def test_sixteen_bit_weights(case: Case, dtype: torch.dtype, device: str) -> Non
     assert stepped.dtype == torch.float32
 
 
+def test_parameters_of_the_recurrence_stay_float32(case: Case, tmp_path: Path) -> None:
+    """Beside bfloat16 weights, in memory and in own folders, which may have them in bfloat16."""
+    ends = (".A_log", ".D", ".dt_proj.bias")
+    exact = case.model.state_dict()
+    model, config = load_model(tmp_path / "model", "cpu", "bfloat16")
+    save_model(tmp_path / "own", model, config, "bfloat16")
+    own, read = load_model(tmp_path / "own", "cpu")
+    assert read.dtype == "bfloat16" and cpu.supports(own) == cpu.supports(case.model)
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+        assert tensor.dtype == (torch.float32 if name.endswith(ends) else torch.bfloat16)
+        if name.endswith(ends):
+            assert torch.equal(tensor, exact[name])
+    coarse = own.bfloat16()
+    save_file(dict(coarse.state_dict()), tmp_path / "own" / "model.safetensors")
+    old, _ = load_model(tmp_path / "own", "cpu")
+    assert old.state_dict()["layers.0.A_log"].dtype == torch.float32
+    assert torch.equal(old.state_dict()["layers.0.A_log"].bfloat16(), coarse.layers[0].A_log)
+
+
 def test_the_residual_stream_has_the_type_that_the_config_says(case: Case) -> None:
     types = {}
     for wide in (True, False):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -165,6 +166,26 @@ def test_sixteen_bit_weights(case: Case, dtype: torch.dtype, device: str) -> Non
     assert error < (0.05 if dtype == torch.bfloat16 else 0.01)
     stepped = model.logits(model.step(tokens[:1].to(device), state, int32([0], device)))
     assert stepped.dtype == torch.float32 and seen == [torch.float32] * 2
+
+
+def test_parameters_of_the_recurrence_stay_float32(case: Case, tmp_path: Path) -> None:
+    """Beside bfloat16 weights, in memory and in own folders, which may have them in bfloat16."""
+    ends = (".A_log", ".D", ".dt_bias")
+    exact = case.model.state_dict()
+    model, config = load_model(tmp_path / "model", "cpu", "bfloat16")
+    save_model(tmp_path / "own", model, config, "bfloat16")
+    own, read = load_model(tmp_path / "own", "cpu")
+    assert read.dtype == "bfloat16" and cpu.supports(own) == cpu.supports(case.model)
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+        assert tensor.dtype == (torch.float32 if name.endswith(ends) else torch.bfloat16)
+        if name.endswith(ends):
+            assert torch.equal(tensor, exact[name])
+    coarse = own.bfloat16()
+    save_file(dict(coarse.state_dict()), tmp_path / "own" / "model.safetensors")
+    old, _ = load_model(tmp_path / "own", "cpu")
+    assert old.state_dict()["layers.0.A_log"].dtype == torch.float32
+    assert torch.equal(old.state_dict()["layers.0.A_log"].bfloat16(), coarse.layers[0].A_log)
 
 
 def test_a_narrow_residual_stream_has_the_weights_type(case: Case) -> None:

@@ -63,7 +63,11 @@ def supports(model: LanguageModel) -> str | None:
     """
     if any(weight.device.type not in ("cpu", "meta") for weight in model.parameters()):
         return "not on a CPU"
-    kinds = {weight.dtype for weight in model.parameters()} - {torch.int8}
+    kinds = {
+        weight.dtype
+        for name, weight in model.named_parameters()
+        if not name.endswith(model.float32_parameters)
+    } - {torch.int8}
     if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
         return f"weights are {' and '.join(sorted(map(str, kinds))) or 'int8 throughout'}"
     return refusal(model, SUPPORT) or _other_gates(model)

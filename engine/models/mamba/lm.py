@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,8 @@ class MambaLM(LanguageModel):
     """The language model that a MambaConfig describes."""
 
     config: MambaConfig
+    # They are small, and the recurrence computes with them in float32.
+    float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_proj.bias")
 
     def __init__(self, config: MambaConfig) -> None:
         super().__init__(config, lambda: Layer(config))

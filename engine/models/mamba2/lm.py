@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,8 @@ class Mamba2LM(LanguageModel):
     """The language model that a Mamba2Config describes."""
 
     config: Mamba2Config
+    # They are small, and the recurrence computes with them in float32.
+    float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_bias")
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config, lambda: Layer(config))
