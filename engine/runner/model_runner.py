@@ -168,7 +168,10 @@ class ModelRunner:
             tuning_folder=tuning_folder(self.config.tuning_cache),
         )
         uploads = UploadRing(self._device)
-        self._pool = StatePool(self.model_config, rows, uploads, self._model.initial_state())
+        self._pool = StatePool(
+            *(self.model_config, rows, uploads, self._model.initial_state()),
+            host_bytes=self.config.host_state_bytes or 0,
+        )
         vocab_size, eos_token_ids = self.model_config.vocab_size, self.model_config.eos_token_ids
         d_model = self.model_config.d_model
         main_memory_rows = host_rows(

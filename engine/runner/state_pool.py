@@ -5,6 +5,7 @@ The scheduler allocates rows (engine/slot_allocator.py); this file only moves th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,13 +17,16 @@ from engine.errors import ConfigError
 from engine.models.state import new_state
 from engine.ops.upload import UploadRing
 
+log = logging.getLogger(__name__)
+
 
 class StatePool:
     """`rows` states of one model, all initialized, and one more row that is always initial.
 
     That row, `initial_row`, is a source for copies. `uploads` is the runner's, for the pool's
-    device. `initial` has the tensors [layers, *shape] that do not begin as zeros. Raises
-    ConfigError, naming max_slots, if the rows do not fit in the device's free memory.
+    device. `initial` has the tensors [layers, *shape] that do not begin as zeros. `host_bytes` may
+    be taken for states in main memory later. Raises ConfigError, naming max_slots, if the rows do
+    not fit in the device's free memory.
     """
 
     def __init__(
@@ -31,17 +35,20 @@ class StatePool:
         rows: int,
         uploads: UploadRing,
         initial: Mapping[str, Tensor] | None = None,
+        host_bytes: int = 0,
     ) -> None:
         self.device = device = uploads.device
         self._uploads = uploads
         self.bytes = (rows + 1) * config.state_bytes
-        self._refuse_if_too_large(config, rows, device)
+        self._refuse_if_too_large(config, rows, device, host_bytes)
         self.state = new_state(config.state, rows + 1, initial, device)
         self.rows = self.initial_row = rows
         # A separate tensor, because an indexed write must not overlap with what it reads.
         self._initial = [tensor[:, rows:].clone() for tensor in self.state.tensors()]
 
-    def _refuse_if_too_large(self, config: ModelConfig, rows: int, device: torch.device) -> None:
+    def _refuse_if_too_large(
+        self, config: ModelConfig, rows: int, device: torch.device, host_bytes: int
+    ) -> None:
         free = available_memory(device)
         if self.bytes > free:
             most = max(free // config.state_bytes - 1, 0)
@@ -50,6 +57,12 @@ class StatePool:
                 f"{self.bytes:,} bytes, but {device} has only {free:,} free: "
                 f"max_slots + share_slots may be at most {most:,}",
                 param="max_slots",
+            )
+        if device.type == "cpu" and self.bytes + host_bytes > free:
+            log.warning(
+                "the states of %d sequences need %s bytes, and cached and kept ones may take %s "
+                "more, but only %s are free: lower max_slots, share_slots or host_state_bytes",
+                *(rows, f"{self.bytes:,}", f"{host_bytes:,}", f"{free:,}"),
             )
 
     def _check(self, rows: Sequence[int], end: int) -> None:

@@ -84,3 +84,18 @@ def test_a_pool_that_does_not_fit_says_how_many_rows_would(
     with pytest.raises(ConfigError, match="at most 9") as caught:
         StatePool(CONFIG, 10, UploadRing(torch.device("cpu")))
     assert caught.value.param == "max_slots"
+
+
+def test_what_cached_states_may_take_of_the_same_memory_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is taken as needed, so the engine starts."""
+    room = CONFIG.state_bytes * 10
+    monkeypatch.setattr(state_module, "available_memory", lambda device: room + 7)
+    StatePool(CONFIG, 9, UploadRing(torch.device("cpu")), host_bytes=7)
+    assert not caplog.messages
+    StatePool(CONFIG, 9, UploadRing(torch.device("cpu")), host_bytes=1000)
+    (message,) = caplog.messages
+    assert f"states of 9 sequences need {room:,} bytes" in message
+    assert f"may take 1,000 more, but only {room + 7:,} are free" in message
+    assert message.endswith("lower max_slots, share_slots or host_state_bytes")
