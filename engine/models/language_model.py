@@ -69,6 +69,8 @@ class LanguageModel(nn.Module, ABC):
 
     # names of parameters [layers, channels] that are a vector of each layer instead of a matrix
     vectors_of_layers: ClassVar[frozenset[str]] = frozenset()
+    # ends of the names of other parameters that are no matrix of a product, whatever their shape
+    no_matrices: ClassVar[tuple[str, ...]] = ()
     # ends of the names of parameters that are held and stored in float32 beside 16-bit weights
     float32_parameters: ClassVar[tuple[str, ...]] = ()
 

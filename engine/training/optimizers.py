@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.models.minrnn.lm import LM
+from engine.models.language_model import LanguageModel
 from engine.training.recipe import Recipe
 
 
-def optimizers_of(model: LM, recipe: Recipe, device: torch.device) -> list[Optimizer]:
+def optimizers_of(model: LanguageModel, recipe: Recipe, device: torch.device) -> list[Optimizer]:
     """Make the recipe's optimizers. Weight decay is for matrices alone.
 
-    Biases, gains, initial states, and parameters that have a vector of each layer do not decay.
+    Biases, gains, initial states, parameters that have a vector of each layer, and what a family
+    names (Mamba's A and convolutions) do not decay.
     """
     matrices: list[Tensor] = []
     vectors: list[Tensor] = []
     hidden: list[Tensor] = []  # matrices of the layers: products of their inputs
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or name in model.vectors_of_layers:
+        no_matrix = name in model.vectors_of_layers or name.endswith(model.no_matrices)
+        if parameter.ndim < 2 or no_matrix:
             vectors.append(parameter)
         elif recipe.optimizer == "muon" and _is_product(name):
             hidden.append(parameter)

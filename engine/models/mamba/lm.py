@@ -157,6 +157,7 @@ class MambaLM(LanguageModel):
     """The language model that a MambaConfig describes."""
 
     config: MambaConfig
+    no_matrices: ClassVar[tuple[str, ...]] = (".A_log", ".conv")
     # They are small, and the recurrence computes with them in float32.
     float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_proj.bias")
 

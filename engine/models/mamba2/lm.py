@@ -171,6 +171,7 @@ class Mamba2LM(LanguageModel):
     """The language model that a Mamba2Config describes."""
 
     config: Mamba2Config
+    no_matrices: ClassVar[tuple[str, ...]] = (".conv",)
     # They are small, and the recurrence computes with them in float32.
     float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_bias")
 
