@@ -6,7 +6,7 @@
 // on where the cuts are.
 #pragma once
 
-#include "../core/row_launch.cuh"
+#include "../core/row_grid.cuh"
 #include "window.cuh"
 
 namespace minserve {

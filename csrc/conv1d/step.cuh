@@ -5,7 +5,7 @@
 // reads them is the one that moves them on.
 #pragma once
 
-#include "../core/row_launch.cuh"
+#include "../core/row_grid.cuh"
 #include "window.cuh"
 
 namespace minserve {

@@ -6,7 +6,7 @@
 
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
-#include "../core/row_launch.cuh"
+#include "../core/row_grid.cuh"
 #include "args.h"
 #include "parameters.cuh"
 
