@@ -1,8 +1,6 @@
 // Causal depthwise convolution on CUDA: several channels per thread for the usual numbers of taps
 // and aligned tensors, one otherwise. The sums are formed alike, so the bits are the same.
-#include "generic.cuh"
-#include "scan.cuh"
-#include "step.cuh"
+#include "launch.cuh"
 
 namespace minserve {
 namespace cuda {

@@ -1,7 +1,7 @@
 // The convolution for any number of taps and tensors of any alignment: one channel per thread.
 #pragma once
 
-#include "../core/launch.cuh"
+#include "../core/row_grid.cuh"
 #include "../core/vec.h"
 #include "args.h"
 
@@ -101,25 +101,6 @@ __global__ void __launch_bounds__(kThreads) any_step_kernel(const __grid_constan
   }
   output_one<T>(args, row, row, slot, c);
   keep_one<T>(args, row, row + 1, slot, c);
-}
-
-template <class T>
-void launch_any(const ConvArgs& args, cudaStream_t stream) {
-  const Layout& lay = args.layout;
-  if (!lay.cu_seqlens) {
-    any_step_kernel<T><<<grid_of(lay.tokens, lay.channels), kThreads, 0, stream>>>(args);
-    return check(cudaGetLastError(), "convolution step");
-  }
-  if (lay.tokens > 0) {
-    any_scan_kernel<T>
-        <<<grid_of((lay.tokens + kAnyRun - 1) / kAnyRun, lay.channels), kThreads, 0, stream>>>(
-            args);
-    check(cudaGetLastError(), "convolution");
-  }
-  if (lay.sequences > 0) {
-    any_keep_kernel<T><<<grid_of(lay.sequences, lay.channels), kThreads, 0, stream>>>(args);
-    check(cudaGetLastError(), "convolution state");
-  }
 }
 
 }  // namespace cuda

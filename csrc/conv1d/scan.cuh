@@ -189,20 +189,5 @@ inline int run_of(const Layout& lay) {
   return run;
 }
 
-template <class T, int kTaps>
-void launch_conv_scan(const ConvArgs& args, cudaStream_t stream) {
-  const Layout& lay = args.layout;
-  const long long per_row = lay.channels / kVec;
-  if (lay.tokens > 0) {
-    const int run = run_of(lay);
-    launch_early<&conv_scan_kernel<T, kTaps>>(row_grid((lay.tokens + run - 1) / run, per_row),
-                                              stream, "convolution", args, run);
-  }
-  if (lay.sequences > 0) {
-    launch_early<&conv_keep_kernel<T, kTaps>>(row_grid(lay.sequences, per_row), stream,
-                                              "convolution state", args);
-  }
-}
-
 }  // namespace cuda
 }  // namespace minserve

@@ -76,21 +76,5 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 }
 
-// From here on threads are many enough to take two rows, for which weights are read once.
-constexpr long long kManyThreads = 1 << 19;
-
-template <class T, int kTaps>
-void launch_conv_step(const ConvArgs& args, cudaStream_t stream) {
-  const Layout& lay = args.layout;
-  const long long per_row = lay.channels / kVec;
-  if (lay.tokens * per_row < kManyThreads) {
-    launch_early<&conv_step_kernel<T, kTaps, 1>>(row_grid(lay.tokens, per_row), stream,
-                                                 "convolution step", args);
-  } else {
-    launch_early<&conv_step_kernel<T, kTaps, 2>>(row_grid((lay.tokens + 1) / 2, per_row), stream,
-                                                 "convolution step", args);
-  }
-}
-
 }  // namespace cuda
 }  // namespace minserve

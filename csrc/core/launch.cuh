@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "row_grid.cuh"
+
 namespace minserve {
 namespace cuda {
 
@@ -51,8 +53,6 @@ inline int multiprocessors(int device) {
 
 // Counters of tickets have 32 bits and are passed a few times by each block.
 constexpr long long kMostTickets = 4294967295LL - 1000000;
-
-constexpr int kThreads = 128;
 
 // Rows of work in x, channels in y; both come from tensor shapes alone.
 inline dim3 grid_of(long long rows, long long channels) {
@@ -130,13 +130,6 @@ class LaunchConfig {
 
   cudaLaunchConfig_t config_ = {};
   cudaLaunchAttribute attributes_[3] = {};
-};
-
-struct Grid {
-  dim3 blocks;
-  unsigned threads;
-  int shared_bytes = 0;
-  unsigned cluster = 1;  // neighbours along x that reach each other's shared memory
 };
 
 // The kernel may begin before the one ahead of it on the stream has ended, where the GPU can. So

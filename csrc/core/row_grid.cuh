@@ -1,12 +1,22 @@
-// The grids of kernels whose blocks take groups of rows, side by side along the channels.
+// The grids of kernels whose blocks take groups of rows, side by side along the channels. Needs no
+// CUDA runtime.
 #pragma once
 
 #include <cstdint>
-
-#include "launch.cuh"
+#include <stdexcept>
+#include <string>
 
 namespace minserve {
 namespace cuda {
+
+constexpr int kThreads = 128;
+
+struct Grid {
+  dim3 blocks;
+  unsigned threads;
+  int shared_bytes = 0;
+  unsigned cluster = 1;  // neighbours along x that reach each other's shared memory
+};
 
 // Blocks enough that every multiprocessor of a large GPU has some.
 constexpr long long kEnoughBlocks = 264;

@@ -6,7 +6,7 @@
 
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
-#include "../core/row_grid.cuh"
+#include "../core/launch.cuh"
 #include "args.h"
 #include "parameters.cuh"
 
