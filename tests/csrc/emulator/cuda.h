@@ -31,6 +31,10 @@
 using std::max;
 using std::min;
 
+struct dim3 {
+  unsigned x, y, z;
+  explicit dim3(unsigned of_x, unsigned of_y = 1, unsigned of_z = 1) : x(of_x), y(of_y), z(of_z) {}
+};
 struct int2 {
   int x, y;
 };
@@ -206,6 +210,9 @@ inline void __nanosleep(unsigned) {
 inline unsigned __ballot_sync(unsigned mask, bool mine) {
   return emulator::ballot(mask, mine);
 }
+inline int __syncthreads_count(int mine) {
+  return emulator::count_block(mine != 0);
+}
 inline bool __all_sync(unsigned mask, bool mine) {
   return emulator::ballot(mask, mine) == 0xffffffffu;
 }
@@ -234,6 +241,10 @@ template <class T>
 inline T __shfl_down_sync(unsigned mask, T mine, unsigned distance) {
   const int lane = static_cast<int>(threadIdx.x % 32), from = lane + static_cast<int>(distance);
   return exchange_of(mask, mine, from > 31 ? lane : from);
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T mine, int distance) {
+  return exchange_of(mask, mine, static_cast<int>(threadIdx.x % 32) ^ distance);
 }
 inline unsigned atomicAdd(unsigned* at, unsigned more) {
   return emulator::change(at, [=](unsigned x) { return x + more; });

@@ -27,6 +27,7 @@ struct Launch {
   std::size_t shared_bytes = 0;
   bool overlaps = false;  // may begin as soon as the kernel before lets it
   std::function<void()> kernel;
+  unsigned high = 1;  // the grid's y; `blocks` are its x
 };
 // Enqueues; run() lets all that was enqueued happen, in the order that the seed makes.
 void launch(Launch what);
@@ -45,6 +46,7 @@ void free_all();
 
 void yield();
 void sync_block();
+int count_block(bool mine);  // meets the block; how many of its threads say so
 void sync_warp(unsigned mask);
 unsigned ballot(unsigned mask, bool mine);
 std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from);

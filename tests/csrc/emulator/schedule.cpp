@@ -12,8 +12,9 @@ void start(Kernel& kernel) {
   const Launch& launch = kernel.launch;
   kernel.started = true;
   if (launch.shared_bytes > kSharedBytes) fail(launch.name + ": more shared memory than there is");
-  kernel.blocks.resize(launch.blocks);
-  for (unsigned b = 0; b < launch.blocks; ++b) {
+  const unsigned blocks = launch.blocks * launch.high;
+  kernel.blocks.resize(blocks);
+  for (unsigned b = 0; b < blocks; ++b) {
     Block& block = kernel.blocks[b];
     block.kernel = &kernel;
     block.number = b;
@@ -55,8 +56,9 @@ void load(Block& block) {
 void resume(Thread& thread) {
   Machine& m = machine;
   const Launch& launch = thread.block->kernel->launch;
-  threadIdx.x = thread.number, blockIdx.x = thread.block->number;
-  gridDim = {launch.blocks, 1, 1}, blockDim = {launch.threads, 1, 1};
+  threadIdx.x = thread.number;
+  blockIdx = {thread.block->number % launch.blocks, thread.block->number / launch.blocks, 0};
+  gridDim = {launch.blocks, launch.high, 1}, blockDim = {launch.threads, 1, 1};
   m.current = &thread;
   thread.fiber.resume();
   m.current = nullptr;

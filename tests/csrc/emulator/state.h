@@ -58,6 +58,7 @@ struct Block {
   unsigned number = 0, running = 0;
   unsigned speed = 1, begins = 0;  // runs in one of so many passes, from that one on
   bool lets_next = false, waited_for_kernel = false;
+  int counted = 0, count = 0;
   std::deque<Thread> threads;
   std::deque<Warp> warps;
   std::vector<char> shared;

@@ -134,6 +134,15 @@ void sync_block() {
        count_progress);
   maybe_yield();
 }
+int count_block(bool mine) {
+  Block& block = *me().block;
+  block.counted += mine;
+  meet(block.all, static_cast<unsigned>(block.threads.size()), "__syncthreads_count", true, [&] {
+    block.count = block.counted, block.counted = 0;
+    count_progress();
+  });
+  return block.count;  // before anybody can meet again
+}
 void sync_warp(unsigned mask) {
   check_mask(mask);
   meet(my_warp().meeting, 32, "__syncwarp", true, [] {});
