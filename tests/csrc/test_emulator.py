@@ -99,6 +99,27 @@ SCANS += [
     ("mingru", f"{UNIFORM} --type bf16 --channels 24 --backward 1 --seeds 12"),
 ]
 
+# Prompts of Mamba; where nothing more is said, of 16 states, in schedules 0 and 1. Channels and
+# strides that four divides are read and written in whole vectors, in three shares of the states.
+SELECTIVE = [
+    "--type bf16",
+    "--type f32 --gate 0 --seeds 2",
+    "--type f16 --float-vectors 0 --states 12 --channels 36",
+    "--lengths 300,64,127 --slots 0,1,2 --splits 1,33,100,299 --channels 68 --seeds 0,1,2,3",
+    "--states 1 --channels 7 --extra-stride 3",
+    "--states 16 --channels 33 --tail 70 --seeds 4",
+    "--states 8 --extra-stride 4 --type f32",
+    "--states 17 --channels 5 --extra-stride 1",
+    "--states 64 --channels 9 --lengths 40,0,16,3 --slots 3,1,-1,0 --splits 16",
+    "--states 256 --channels 5 --type f32 --lengths 19,8,1 --slots 2,0,1 --splits 8",
+    "--states 200 --channels 3",
+    # A state of two bytes is rounded at a chunk's end, and in steps after every token.
+    "--half-state 1 --lengths 1,300,0,129,128 --slots 2,0,1,-1,4 --splits 128,256",
+    "--half-state 1 --lengths 1,0,1 --slots 2,0,1 --splits 0 --type f32",
+    "--lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+    "--lengths 5 --slots -1 --tail 0 --splits 2",
+]
+
 ROWS = [
     "--type f32 --time 5000",
     "--type f32 --time 5000 --shift 1 --seeds 2",
@@ -260,6 +281,12 @@ def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("cell", "case"), SCANS)
 def test_scan(programs: Path, cell: str, case: str) -> None:
     result = run(programs / cell, *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", SELECTIVE)
+def test_selective_recurrence(programs: Path, case: str) -> None:
+    result = run(programs / "selective", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

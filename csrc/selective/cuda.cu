@@ -1,0 +1,67 @@
+// The launches of the selective scan and step: how many of a channel's states a thread has.
+#include <algorithm>
+
+#include "../core/launch.cuh"
+#include "scan.cuh"
+#include "step.cuh"
+
+namespace minserve {
+namespace cuda {
+namespace {
+
+template <class T, class Tile>
+void launch_scan(const SelectiveArgs& args, cudaStream_t stream) {
+  const long long blocks = scan_blocks(args.layout, Tile::kChannels);
+  if (blocks > 2147483647LL) throw std::runtime_error("minserve: too large for one selective scan");
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), kScanThreads, Tile::kSharedBytes};
+  launch_early<&selective_scan_kernel<T, Tile>>(grid, stream, "selective scan", args);
+}
+
+template <class T, class State>
+void launch_step(const SelectiveArgs& args, cudaStream_t stream) {
+  with_step_share<T, State>(args, [&](auto share) {
+    using S = decltype(share);
+    const StepGrid of = step_grid<S::kLanes, S::kUnits>(args.layout);
+    launch_early<&selective_step_kernel<T, State, S::kStates, S::kLanes, S::kUnits, S::kInVectors>>(
+        of.grid, stream, "selective step", args, of.rows);
+  });
+}
+
+template <class T>
+void launch(const SelectiveArgs& args, int device, void* stream_handle) {
+  if (args.states > kMostStatesOnGpu) {
+    throw std::runtime_error("minserve: a selective scan on CUDA takes up to " +
+                             std::to_string(kMostStatesOnGpu) + " states, got " +
+                             std::to_string(args.states));
+  }
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  if (!args.layout.cu_seqlens) {
+    if (args.half_state) return launch_step<T, bf16>(args, stream);
+    return launch_step<T, float>(args, stream);
+  }
+  with_scan_tile<T>(args, multiprocessors(device),
+                    [&](auto tile) { launch_scan<T, decltype(tile)>(args, stream); });
+}
+
+}  // namespace
+
+std::int64_t selective_workspace_bytes(const SelectiveArgs&, Dtype) {
+  return 0;
+}
+
+void selective(const SelectiveArgs& args, Dtype dtype, int device, void* stream) {
+  switch (dtype) {
+    case Dtype::f32:
+      return launch<float>(args, device, stream);
+    case Dtype::bf16:
+      return launch<bf16>(args, device, stream);
+    case Dtype::f16:
+      return launch<f16>(args, device, stream);
+    case Dtype::f64:
+      break;
+  }
+}
+
+}  // namespace cuda
+}  // namespace minserve
