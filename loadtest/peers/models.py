@@ -17,6 +17,7 @@ from engine.models.minrnn.lm import LM
 from loadtest.peers import torch_hgrn, torch_lm, torch_mamba
 from loadtest.peers.decoder import Mode, PlainDecoder
 from loadtest.peers.fla_hgrn import FlaModel
+from loadtest.peers.llama_cpp import LlamaCpp
 from loadtest.peers.mamba_ssm import MambaSsm
 from loadtest.peers.transformers_mamba import TransformersMamba
 
@@ -116,20 +117,22 @@ class Fla:
 
 
 class Mamba:
-    """mamba_ssm if it is installed, else transformers, with the same weights."""
+    """The same weights in mamba_ssm on a GPU and llama.cpp on a CPU; without them transformers."""
 
     decodes = True
 
     def __init__(self, model: MambaLM) -> None:
         self._given = model
-        self._kind: type[MambaSsm | TransformersMamba] = TransformersMamba
+        self._kind: type[MambaSsm | LlamaCpp | TransformersMamba] = TransformersMamba
         on_gpu = model.norm.weight.device.type == "cuda"
-        if on_gpu and importlib.util.find_spec("mamba_ssm") is not None:
+        if on_gpu and importlib.util.find_spec("mamba_ssm"):
             self._kind = MambaSsm
+        elif not on_gpu and importlib.util.find_spec("llama_cpp"):
+            self._kind = LlamaCpp
         self.name = self._kind.name
 
     @cached_property
-    def _model(self) -> MambaSsm | TransformersMamba:
+    def _model(self) -> MambaSsm | LlamaCpp | TransformersMamba:
         return self._kind(self._given)
 
     def prompt(self, tokens: Tensor) -> Tensor:
