@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_served_ends_the_command(folder: Path, tmp_path:
     write_folder(small)
     write_model(small, PIECES)
     for model, message in (
-        (tmp_path, "HGRNForCausalLM, MambaForCausalLM"),
+        (tmp_path, "HGRNForCausalLM, Mamba2ForCausalLM, MambaForCausalLM"),
         (small, f"has token id {len(PIECES) - 1}, but the model's vocabulary ends at 36"),
     ):
         done = subprocess.run(

@@ -93,10 +93,8 @@ def test_decode_bars_are_of_bf16_mingru(other: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", ["mamba-130m", "mamba-1.4b", "mamba-2.8b", "mamba2-1.3b"])
 def test_mamba_is_measured_against_the_limit(size: str) -> None:
     one = sized(size, decode=[Decode(1), Decode(64), Decode(7)], prefill=[Prefill(16_384)])
-    large = size != "mamba-130m"
-    for row, share in zip(
-        one.decode, (0.69 if large else 0.39, 0.61 if large else 0.46, 1), strict=True
-    ):
+    shares = (0.39, 0.46, 1) if size == "mamba-130m" else (0.69, 0.61, 1)
+    for row, share in zip(one.decode, shares, strict=True):
         row.greedy = one.decode_limit(row.batch) / share
     one.prefill[0].seconds = one.prefill_limit(16_384) / 0.61
     found = [check for check in checks([one]) if "limit" in check.what]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -37,12 +38,18 @@ def test_an_unknown_architecture_is_refused_by_name() -> None:
     assert error.value.param == "architectures"
 
 
-def test_no_two_families_have_a_name_in_common() -> None:
+@pytest.mark.parametrize("cell", [{}, {"layer": "Mamba1"}, {"layer": "Mamba2"}, {"layer": 3}, [1]])
+def test_a_name_of_two_families_is_claimed_by_one(cell: object) -> None:
+    """Names are of one family, but for those of mamba_ssm."""
     names = [family.name for family in registry.FAMILIES]
     assert len(names) == len(set(names))
-    for kind in ("architectures", "model_types", "marks"):
-        of_all = [name for family in registry.FAMILIES for name in getattr(family, kind)]
-        assert len(of_all) == len(set(of_all))
+    shared = {"architectures": {"MambaLMHeadModel"}, "model_types": set(), "marks": {"ssm_cfg"}}
+    for kind, expected in shared.items():
+        of_all = Counter(name for family in registry.FAMILIES for name in getattr(family, kind))
+        assert {name for name, count in of_all.items() if count > 1} == expected
+        for name in expected:
+            its = [family for family in registry.FAMILIES if name in getattr(family, kind)]
+            assert sum(family.claims({"ssm_cfg": cell}) for family in its) == 1
 
 
 @pytest.mark.parametrize(
