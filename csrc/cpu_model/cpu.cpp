@@ -255,10 +255,11 @@ class Model {
     wait_before(layer.dt);
     const char* selected = select(layer);
     const char* rest = selected + fed_row_bytes(plan_.rank, kElement);
+    float* const wide = to_.own_states + thread_ * kMostPanels * kPanel * plan_.states;
     with_states(plan_.states, [&](auto vectors) {
       product(layer.dt, selected, selected_stride_,
               SelectiveRecurrence<decltype(vectors)::value, Fed>(work_, l, cut(layer.dt).rows.begin,
-                                                                 rest, selected_stride_));
+                                                                 rest, selected_stride_, wide));
     });
     wait_before(layer.out);
     add_to_x(layer.out, to_.h, h_stride_);

@@ -124,6 +124,9 @@ class Call {
       const std::int64_t selected = selected_row_bytes(p, element) / 4;
       work.buffers.selected = reinterpret_cast<char*>(floats(rows * selected));
       work.buffers.own_selected = reinterpret_cast<char*>(floats(threads_ * kOwnRows * selected));
+      if (work.half_cell) {
+        work.buffers.own_states = floats(threads_ * kMostPanels * kPanel * p.states);
+      }
     }
     if (model_.layers[0].output_norm) {
       work.buffers.squares = floats(rows * up_to(p.inner, kPanel) / kPanel);
@@ -134,8 +137,9 @@ class Call {
                  const MaybeTensor& f_conv) {
     const Plan& p = plan();
     if (p.states > 0) {
-      check_.tensor(cell, "cell", ScalarType::Float, {p.layers, -1, p.inner, p.states},
-                    "[layers, slots, inner, states]");
+      work.half_cell = cell.scalar_type() == ScalarType::BFloat16;
+      check_.tensor(cell, "cell", work.half_cell ? ScalarType::BFloat16 : ScalarType::Float,
+                    {p.layers, -1, p.inner, p.states}, "[layers, slots, inner, states]");
       check_.require(
           (p.states == 1 || cell.stride(3) == 1) && (p.inner == 1 || cell.stride(2) == p.states),
           "cell is changed in place, so its rows [inner, states] must be contiguous");
@@ -145,7 +149,7 @@ class Call {
       check_.require(p.inner == 1 || cell.stride(2) == 1,
                      "cell is changed in place, so its last dimension must be contiguous");
     }
-    work.cell = static_cast<float*>(cell.mutable_data_ptr());
+    work.cell = cell.mutable_data_ptr();
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
     if (p.states > 0) {

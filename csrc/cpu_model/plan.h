@@ -125,6 +125,7 @@ struct Buffers {
   // thread kOwnRows of them.
   char* selected = nullptr;
   char* own_selected = nullptr;
+  float* own_states = nullptr;  // per thread those of a group of panels, where `cell` is bfloat16
   // Of cells with an output gate:
   float* squares = nullptr;  // [rows, panels of inner]: sums over h * h
   float* scales = nullptr;   // per thread [rows]
@@ -152,7 +153,9 @@ struct Work {
   bool long_tokens = false;
   // Of the sequences that rows are of, each one's in a step; their states move on.
   Layout layout;
-  float* cell = nullptr;  // [layers, slots, inner], of Mamba's [layers, slots, inner, states]
+  // [layers, slots, inner]; of Mamba [layers, slots, inner, states], fp32 or bfloat16.
+  void* cell = nullptr;
+  bool half_cell = false;
   std::int64_t cell_layer = 0, cell_slot = 0;
   Windows conv;                      // of width
   Windows gate_convs[kGatedInputs];  // of inner

@@ -94,7 +94,7 @@ class Recurrence {
         work_(work),
         layer_(work.layers[l]),
         l_(l),
-        state_(work.cell + l * work.cell_layer),
+        state_(static_cast<float*>(work.cell) + l * work.cell_layer),
         h_stride_(fed_row_bytes(work.plan->inner, sizeof(typename Fed::element))),
         first_(first),
         sequences_(work.layout, first) {}

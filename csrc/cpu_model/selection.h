@@ -1,8 +1,9 @@
 // The recurrence of Mamba in a layer: what the finish of its products computes, from row to row of
 // a sequence. A thread of the team has all rows of its channels, one after the other.
 //
-// The states are in their row of the state all the time, which a run of panels keeps in the
-// first-level cache. They go on token by token, so a prompt may be split anywhere.
+// fp32 states are in their row of the state all the time, which a group of panels keeps in the
+// first-level cache. They go on token by token, so a prompt may be split anywhere. bfloat16 ones
+// are widened at the first row of a sequence and rounded at its last.
 #pragma once
 
 #include "../selective/step_cpu.h"
@@ -58,19 +59,21 @@ class SelectiveInputs {
 };
 
 // Of the products dt of a layer, whose bias they have: the recurrence, D and the gate. y takes the
-// place of u. `selected`: rows of B | C, `stride` bytes apart.
+// place of u. `selected`: rows of B | C, `stride` bytes apart; `wide`: room for the states of a
+// group of panels, where they are bfloat16.
 template <int kVectors, class Fed>
 class SelectiveRecurrence {
  public:
   SelectiveRecurrence(const Work& work, std::int64_t l, std::int64_t first, const char* selected,
-                      std::int64_t stride)
+                      std::int64_t stride, float* wide)
       : work_(work),
         layer_(work.layers[l]),
         states_(work.plan->states),
-        state_(work.cell + l * work.cell_layer),
+        l_(l),
         y_stride_(fed_row_bytes(work.plan->inner, sizeof(typename Fed::element))),
         selected_(selected),
         stride_(stride),
+        wide_(wide),
         first_(first),
         sequences_(work.layout, first) {}
 
@@ -83,7 +86,7 @@ class SelectiveRecurrence {
     const float* const gate = work_.buffers.gate + row * up_to(work_.plan->inner, kPanel);
     const float* const b = reinterpret_cast<const float*>(selected_ + row * stride_);
     const SelectiveToken<kVectors> token(b, b + states_, states_);
-    float* const state = state_ + (at.slot < 0 ? 0 : at.slot) * work_.cell_slot;
+    const std::int64_t state = l_ * work_.cell_layer + at.slot * work_.cell_slot;
     for (std::int64_t p = 0; p < panels; ++p) {
 #pragma GCC unroll 4
       for (int part = 0; part < kParts; ++part) {
@@ -94,9 +97,17 @@ class SelectiveRecurrence {
           continue;
         }
         const VF u = load<VF>(reinterpret_cast<const typename Fed::element*>(y) + c, Full{});
-        const VF sum = token.advance(layer_.A + c * states_, state + c * states_,
-                                     softplus(out.vector(p, part)), u,
-                                     left < kWidth ? static_cast<int>(left) : kWidth);
+        const VF dt = softplus(out.vector(p, part));
+        const int count = left < kWidth ? static_cast<int>(left) : kWidth;
+        float* h = static_cast<float*>(work_.cell) + state + c * states_;
+        bf16* kept = nullptr;
+        if (work_.half_cell) {
+          kept = static_cast<bf16*>(work_.cell) + state + c * states_;
+          h = wide_ + (p * kPanel + part * kWidth) * states_;
+          if (row == at.begin) copy_states(kept, h, count * states_);
+        }
+        const VF sum = token.advance(layer_.A + c * states_, h, dt, u, count);
+        if (kept && row + 1 == at.end) copy_states(h, kept, count * states_);
         const VF open = fmadd(load<VF>(layer_.D + c, Full{}), u, sum);
         Fed::put(y, c, open * load<VF>(gate + c, Full{}));
       }
@@ -106,11 +117,11 @@ class SelectiveRecurrence {
  private:
   const Work& work_;
   const LayerPlan& layer_;
-  const std::int64_t states_;
-  float* const state_;
-  const std::int64_t y_stride_;
+  const std::int64_t states_, l_, y_stride_;
   const char* const selected_;
-  const std::int64_t stride_, first_;
+  const std::int64_t stride_;
+  float* const wide_;
+  const std::int64_t first_;
   Sequences sequences_;
 };
 

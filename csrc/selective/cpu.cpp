@@ -23,16 +23,6 @@ MS_CELL VF element(const Stream& stream, std::int64_t row, std::int64_t c, L lan
   return load<VF>(static_cast<const T*>(stream.data) + row * stream.stride + c, lanes);
 }
 
-template <class From, class To>
-void copy_states(const From* from, To* to, std::int64_t count) {
-  std::int64_t n = 0;
-  for (; n + kWidth <= count; n += kWidth) store(to + n, load<VF>(from + n, Full{}), Full{});
-  if (n < count) {
-    const Part rest{static_cast<int>(count - n)};
-    store(to + n, load<VF>(from + n, rest), rest);
-  }
-}
-
 // A token's row as floats: where it lies, or converted.
 MS_CELL const float* floats_of(const float* row, float*, std::int64_t) {
   return row;

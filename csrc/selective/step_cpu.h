@@ -72,6 +72,17 @@ MS_CELL VF sums_of_each(const VF (&v)[kWidth]) {
 }
 #endif
 
+// From one type to another.
+template <class From, class To>
+inline void copy_states(const From* from, To* to, std::int64_t count) {
+  std::int64_t n = 0;
+  for (; n + kWidth <= count; n += kWidth) store(to + n, load<VF>(from + n, Full{}), Full{});
+  if (n < count) {
+    const Part rest{static_cast<int>(count - n)};
+    store(to + n, load<VF>(from + n, rest), rest);
+  }
+}
+
 // What a token has for all channels: B and C, fp32 [states]. kVectors: so many whole vectors are
 // the states, and stay in registers; 0: there are any number of states.
 template <int kVectors>

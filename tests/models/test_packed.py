@@ -262,6 +262,29 @@ def test_no_split_of_mamba_s_prompts_changes_a_bit(options: dict[str, object], k
     assert torch.equal(stepped(packed, few, steps, int32([0]))[0], expected[:40])
 
 
+@pytest.mark.parametrize("states", [16, 5])
+def test_mamba_s_states_in_bfloat16_are_rounded_at_the_end(states: int) -> None:
+    """A call computes what it does from the same states in fp32."""
+    options: dict[str, object] = {"family": "mamba", "state_size": states, "inner": 510}
+    exact = CpuBackend(wide(options))
+    packed = CpuBackend(wide({**options, "state_dtype": "bfloat16"}))
+    tokens = random_tokens(211, 60)
+    wide_states, narrow = exact.new_state(3), packed.new_state(3)
+    assert narrow["ssm"].dtype == torch.bfloat16
+
+    def check(read: Callable[[CpuBackend, ModelState], Tensor]) -> None:
+        wide_states["ssm"].copy_(narrow["ssm"])
+        assert torch.equal(read(packed, narrow), read(exact, wide_states))
+        assert torch.equal(narrow["ssm"], wide_states["ssm"].bfloat16())
+        assert torch.equal(narrow["conv"], wide_states["conv"])
+
+    bounds, slots = int32([0, 30, 31, 51]), int32([2, 0, -1])
+    check(lambda backend, state: backend.prefill(tokens[:51], bounds, state, slots)[:31])
+    check(lambda backend, state: prefilled(backend, tokens[51:], state, 2))
+    check(lambda backend, state: backend.step(tokens[:1], state, int32([1])))
+    check(lambda backend, state: backend.step(tokens[:6], state, int32([2, 0, -1, -1, 1, -1]))[:2])
+
+
 @pytest.mark.parametrize("eps", [1e-2, 1e-6])
 def test_the_gated_norm_of_states_near_zero(eps: float) -> None:
     """There its epsilon counts."""
