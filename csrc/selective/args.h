@@ -28,8 +28,6 @@ struct SelectiveArgs {
   void* state = nullptr;
   std::int64_t slot_stride = 0;
   bool half_state = false;  // bf16
-  // On CUDA: what cuda::selective_workspace_bytes() asks for; null: nothing.
-  void* workspace = nullptr;
 };
 
 // Does a run of channels of some sequences on the CPU; the sequence after the last is the padding
@@ -43,8 +41,8 @@ MS_DECLARE_PER_ISA(SelectiveFn selective_kernel(Dtype dtype);)
 
 #ifdef MINSERVE_CUDA
 namespace cuda {
-std::int64_t selective_workspace_bytes(const SelectiveArgs& args, Dtype dtype);
-// Enqueues on the stream: a scan, or a step where the layout has no cu_seqlens.
+// Enqueues on the stream: a scan, or a step where the layout has no cu_seqlens. Throws where a
+// channel has more states than kMostStatesOnGpu (scan.cuh).
 void selective(const SelectiveArgs& args, Dtype dtype, int device, void* stream);
 }  // namespace cuda
 #endif

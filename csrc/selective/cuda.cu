@@ -46,10 +46,6 @@ void launch(const SelectiveArgs& args, int device, void* stream_handle) {
 
 }  // namespace
 
-std::int64_t selective_workspace_bytes(const SelectiveArgs&, Dtype) {
-  return 0;
-}
-
 void selective(const SelectiveArgs& args, Dtype dtype, int device, void* stream) {
   switch (dtype) {
     case Dtype::f32:

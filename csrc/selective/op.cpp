@@ -7,7 +7,7 @@ namespace minserve {
 namespace {
 
 // `like`: a tensor of the operator's dtype, on its device.
-void run_selective(SelectiveArgs args, Dtype dtype, const Tensor& like) {
+void run_selective(const SelectiveArgs& args, Dtype dtype, const Tensor& like) {
   const Layout& lay = args.layout;
   if (lay.channels == 0 || lay.tokens == 0) return;
   if (like.is_cpu()) {
@@ -20,12 +20,6 @@ void run_selective(SelectiveArgs args, Dtype dtype, const Tensor& like) {
     return;
   }
 #ifdef MINSERVE_CUDA
-  const std::int64_t bytes = cuda::selective_workspace_bytes(args, dtype);
-  MaybeTensor workspace;
-  if (bytes > 0) {
-    workspace = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
-    args.workspace = workspace->mutable_data_ptr();
-  }
   cuda::selective(args, dtype, like.get_device_index(), current_stream(like));
 #else
   no_cuda();

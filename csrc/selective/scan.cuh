@@ -32,7 +32,7 @@ struct ScanTile {
   static constexpr int kBlocks = kStates > 4 ? 3 : 4;        // of a multiprocessor, by registers
   // Rows of outputs begin in different banks.
   static constexpr int kRow = kChannels + (kWarpChannels < 4 ? 4 : kWarpChannels);
-  static_assert(kTime % kSummed == 0 && kTime % 2 == 0 && kScanChunk % kTime == 0);
+  static_assert(kTime % kSummed == 0 && kTime % 2 == 0);
   static_assert(kChannels % kVec == 0 && kPairs % 2 == 0);
 
   // Where a channel is in the buffers: threads that read neighbouring vectors write neighbouring
@@ -257,15 +257,6 @@ class ChannelScan {
       for (int k = 0; k < kSummed; ++k) sums[k] = next[k];
     }
     finish_group(tile_of, (count - 1) / kSummed * kSummed, sums);
-    // A state of two bytes is rounded wherever a prompt may be cut.
-    if (args_.half_state && (tile + 1) % (kScanChunk / kTime) == 0) {
-#pragma unroll
-      for (int n = 0; n < kStates; ++n) {
-        bf16 stored;
-        from_lane(&stored, h_[n]);
-        h_[n] = to_lane(stored);
-      }
-    }
   }
   __device__ __forceinline__ void advance_group(const typename Tile::Buffer& from, int t,
                                                 float (&sums)[kSummed]) {

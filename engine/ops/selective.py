@@ -8,11 +8,11 @@ Per channel i with N states (Gu and Dao 2023, arXiv 2312.00752, algorithm 2; A i
 
 Everything between inputs and results is float32 (float64 for float64).
 
-The operators of the library (csrc/selective) go from token to token, with the states of a run of
-channels in cache. For float64, and with a library that lacks them, `composed_scan` and
-`composed_step` do the same by torch's operators and `linear_scan`. There the states of all tokens,
-which are N times as large as x, pass through memory, in pieces of a bounded number of tokens, which
-depends only on shapes. Nothing waits for the device.
+The operators of the library (csrc/selective) go from token to token, with the states of some
+channels in cache or registers. For float64, for more states than a GPU's kernels take, and with a
+library that lacks them, `composed_scan` and `composed_step` do the same by torch's operators and
+`linear_scan`. There the states of all tokens, which are N times as large as x, pass through memory,
+in pieces of a bounded number of tokens, which depends only on shapes. Nothing waits for the device.
 """
 
 from typing import Any
@@ -25,6 +25,7 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import linear_scan, spans
 
 _IN_LIBRARY = hasattr(torch.ops.minserve, "selective_scan")
+_MOST_STATES_ON_GPU = 256  # kMostStatesOnGpu in csrc/selective/scan.cuh
 
 # Bytes of the states and coefficients of a piece of a prompt: three tensors [tokens, channels, N].
 # Larger ones are slower on a CPU, which maps new memory for each.
@@ -71,7 +72,7 @@ def selective_scan(
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
             and slots (on CUDA and composed, sequences with a slot out of range are skipped).
     """
-    if _is_composed(x):
+    if _is_composed(x, A):
         return composed_scan(x, dt, A, B, C, D, dt_bias, z, cu_seqlens, state, slots)
     y: Tensor = torch.ops.minserve.selective_scan(
         x, dt, A, B, C, D, dt_bias, z, cu_seqlens, state, slots
@@ -107,7 +108,7 @@ def selective_step(
     Raises:
         RuntimeError: as for `selective_scan`.
     """
-    if _is_composed(x):
+    if _is_composed(x, A):
         return composed_step(x, dt, A, B, C, D, dt_bias, z, state, slots)
     y: Tensor = torch.ops.minserve.selective_step(x, dt, A, B, C, D, dt_bias, z, state, slots)
     return y
@@ -143,8 +144,10 @@ def selective_scan_train(
     return _output(y, wide, D, z).to(x.dtype)
 
 
-def _is_composed(x: Tensor) -> bool:
-    return x.dtype == torch.float64 or not _IN_LIBRARY
+def _is_composed(x: Tensor, A: Tensor) -> bool:
+    if x.dtype == torch.float64 or not _IN_LIBRARY:
+        return True
+    return x.is_cuda and A.dim() == 2 and A.shape[1] > _MOST_STATES_ON_GPU
 
 
 def composed_scan(

@@ -113,9 +113,8 @@ SELECTIVE = [
     "--states 64 --channels 9 --lengths 40,0,16,3 --slots 3,1,-1,0 --splits 16",
     "--states 256 --channels 5 --type f32 --lengths 19,8,1 --slots 2,0,1 --splits 8",
     "--states 200 --channels 3",
-    # A state of two bytes is rounded at a chunk's end, and in steps after every token.
-    "--half-state 1 --lengths 1,300,0,129,128 --slots 2,0,1,-1,4 --splits 128,256",
-    "--half-state 1 --lengths 1,0,1 --slots 2,0,1 --splits 0 --type f32",
+    "--half-state 1 --lengths 1,80,0,33 --slots 2,0,1,-1",
+    "--half-state 1 --lengths 1,0,1 --slots 2,0,1 --type f32",
     "--lengths 0,0 --slots 0,1 --tail 3 --splits 0",
     "--lengths 5 --slots -1 --tail 0 --splits 2",
 ]
