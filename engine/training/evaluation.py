@@ -63,11 +63,15 @@ def covering_windows(ids: Tensor, window: int, batch: int) -> Iterator[tuple[Ten
         yield ids[None, full:-1].long(), ids[None, full + 1 :].long()
 
 
-def sample(ids: Tensor, tokens: int, pieces: int) -> Tensor:
-    """Return about so many of ids [...], as `pieces` runs spread evenly over them; 0 = all."""
+def sample(ids: Tensor, tokens: int, pieces: int, window: int = 1) -> Tensor:
+    """Return about so many of ids [...], as runs spread evenly over them; 0 = all.
+
+    There are at most `pieces` runs, of whole windows each, so that no window reads two of them.
+    """
     if not 0 < tokens < ids.numel():
         return ids
-    length = max(1, tokens // pieces)
+    pieces = max(1, min(pieces, tokens // window))
+    length = max(1, tokens // pieces // window * window)
     firsts = [index * ids.numel() // pieces for index in range(pieces)]
     return torch.cat([ids[first : first + length] for first in firsts])
 

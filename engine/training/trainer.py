@@ -267,7 +267,7 @@ class Trainer:
         if recipe.carry:
             loss = streams_loss(self._evaluated, ids, **how, tokens=recipe.evaluate_tokens)
         else:
-            ids = sample(ids, recipe.evaluate_tokens, recipe.batch)
+            ids = sample(ids, recipe.evaluate_tokens, recipe.batch, recipe.window)
             loss = windows_loss(self._evaluated, ids, **how)
         found = loss.per_token
         if self.best is None or found < self.best.loss:

@@ -188,7 +188,8 @@ def test_one_stream_is_the_carried_loss() -> None:
 def test_a_sample_is_spread_evenly() -> None:
     ids = torch.arange(100)
     assert sample(ids, 12, 4).tolist() == [0, 1, 2, 25, 26, 27, 50, 51, 52, 75, 76, 77]
-    assert sample(ids, 3, 4).tolist() == [0, 25, 50, 75]
+    assert sample(ids, 3, 4).tolist() == [0, 33, 66]
+    assert sample(ids, 9, 4, window=4).tolist() == [0, 1, 2, 3, 50, 51, 52, 53]
     assert sample(ids, 99, 4).tolist()[-1] == 98
     for whole in (0, 100, 1000):
         assert sample(ids, whole, 4) is ids

@@ -207,10 +207,10 @@ def test_a_test_part_is_reported_and_chooses_nothing(make_trainer: MakeTrainer) 
 
 
 def test_an_evaluation_may_read_a_sample(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(steps=1, evaluate_every=1, evaluate_tokens=40, batch=4)
+    trainer = make_trainer(steps=1, evaluate_every=1, evaluate_tokens=70, batch=4)
     trainer.run()
     valid = trainer.data.valid.to("cpu")
-    pieces = [valid[index * len(valid) // 4 :][:10] for index in range(4)]
+    pieces = [valid[index * len(valid) // 2 :][:32] for index in range(2)]
     expected = windows_loss(trainer.best_model(), torch.cat(pieces), window=32, batch=4)
     assert trainer.curve.points()[0].valid_loss == pytest.approx(expected.per_token, abs=1e-12)
 
