@@ -75,14 +75,15 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // one HGRN step for each row of the batch
   m.def(
       "hgrn_step(Tensor pre, Tensor(a!) state, Tensor slots, Tensor? lower_bound=None) -> Tensor");
-  // causal depthwise convolution over packed sequences; state holds the last taps - 1 inputs
+  // causal depthwise convolution over packed sequences, or SiLU of it; state holds the last taps -
+  // 1 inputs
   m.def(
       "conv_scan(Tensor x, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) state, "
-      "Tensor slots) "
-      "-> Tensor");
+      "Tensor slots, bool silu=False) -> Tensor");
   // one convolution step for each row of the batch
   m.def(
-      "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots) -> Tensor");
+      "conv_step(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, "
+      "bool silu=False) -> Tensor");
   // Mamba's recurrence over packed sequences: time steps dt before bias and softplus, states of
   // channels [num_slots, channels, states], gate z before silu
   m.def(

@@ -193,7 +193,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "core": {"arch"},
     "cells": {"core"},
     "scan": {"arch", "core", "cells"},
-    "conv1d": {"core"},
+    "conv1d": {"core", "cells"},
     "selective": {"core", "cells"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},

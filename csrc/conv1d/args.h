@@ -9,13 +9,14 @@ namespace minserve {
 struct ConvArgs {
   Layout layout;
   std::int64_t taps = 0;
-  const void* x = nullptr;       // [tokens, channels]
+  Stream x;                      // [tokens, channels]
   const void* weight = nullptr;  // [channels, taps]
   const void* bias = nullptr;    // [channels] or null
   float* state = nullptr;        // [num_slots, taps - 1, channels]
   std::int64_t slot_stride = 0;
   std::int64_t tap_stride = 0;
   void* out = nullptr;
+  bool silu = false;  // of the sums, before they are rounded
   // CPU workspace: [taps + 1, channels], the weights transposed, then the bias.
   float* weight_rows = nullptr;
 };

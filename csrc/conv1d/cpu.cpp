@@ -1,6 +1,6 @@
 // Causal depthwise convolution on the CPU: token rows side by side, then the carried inputs.
 // Compiled once per instruction set; see core/vec.h.
-#include "../core/vec.h"
+#include "../cells/silu_cpu.h"
 #include "args.h"
 
 namespace minserve {
@@ -26,25 +26,26 @@ void transpose_weights(const ConvArgs& args) {
   }
 }
 
-template <class T, class L>
+template <class T, bool kSilu, class L>
 MS_CELL void output_lanes(const ConvArgs& args, std::int64_t row, std::int64_t begin,
                           std::int64_t slot, std::int64_t c, L lanes) {
   const std::int64_t channels = args.layout.channels, taps = args.taps;
-  const T* x = static_cast<const T*>(args.x);
+  const T* x = static_cast<const T*>(args.x.data);
   VF sum = load<VF>(args.weight_rows + taps * channels + c, lanes);
   for (std::int64_t k = 0; k < taps; ++k) {
     const std::int64_t from = row - (taps - 1) + k;
     // Before the sequence: the carried inputs, of which the newest has index taps - 2.
-    VF input = from >= begin ? load<VF>(x + from * channels + c, lanes)
+    VF input = from >= begin ? load<VF>(x + from * args.x.stride + c, lanes)
                              : load<VF>(args.state + slot * args.slot_stride +
                                             (taps - 1 + from - begin) * args.tap_stride + c,
                                         lanes);
     sum = fmadd(load<VF>(args.weight_rows + k * channels + c, lanes), input, sum);
   }
+  if constexpr (kSilu) sum = silu(sum);
   store(static_cast<T*>(args.out) + row * channels + c, sum, lanes);
 }
 
-template <class T>
+template <class T, bool kSilu>
 void output_rows(const ConvArgs& args, std::int64_t first, std::int64_t last) {
   const Layout& lay = args.layout;
   if (first >= last) return;
@@ -70,10 +71,10 @@ void output_rows(const ConvArgs& args, std::int64_t first, std::int64_t last) {
     const std::int64_t begin = lay.begin(s);
     std::int64_t c = 0;
     for (; c + kWidth <= lay.channels; c += kWidth) {
-      output_lanes<T>(args, row, begin, slot, c, Full{});
+      output_lanes<T, kSilu>(args, row, begin, slot, c, Full{});
     }
     if (c < lay.channels) {
-      output_lanes<T>(args, row, begin, slot, c, Part{static_cast<int>(lay.channels - c)});
+      output_lanes<T, kSilu>(args, row, begin, slot, c, Part{static_cast<int>(lay.channels - c)});
     }
   }
 }
@@ -87,10 +88,9 @@ MS_CELL void keep_lanes(const ConvArgs& args, std::int64_t s, std::int64_t slot,
   // Ascending, so that a short sequence moves old rows down before they are overwritten.
   for (std::int64_t k = 0; k < args.taps - 1; ++k) {
     const std::int64_t from = end - (args.taps - 1) + k;
-    VF input =
-        from >= begin
-            ? load<VF>(static_cast<const T*>(args.x) + from * args.layout.channels + c, lanes)
-            : load<VF>(rows + (args.taps - 1 + from - begin) * args.tap_stride, lanes);
+    VF input = from >= begin
+                   ? load<VF>(static_cast<const T*>(args.x.data) + from * args.x.stride + c, lanes)
+                   : load<VF>(rows + (args.taps - 1 + from - begin) * args.tap_stride, lanes);
     store(rows + k * args.tap_stride, input, lanes);
   }
 }
@@ -110,7 +110,9 @@ void keep_inputs(const ConvArgs& args, std::int64_t first, std::int64_t last) {
 template <class T>
 void run_conv(const ConvArgs& args, ConvPhase phase, std::int64_t begin, std::int64_t end) {
   if (phase == ConvPhase::weights) transpose_weights<T>(args);
-  if (phase == ConvPhase::outputs) output_rows<T>(args, begin, end);
+  if (phase == ConvPhase::outputs) {
+    args.silu ? output_rows<T, true>(args, begin, end) : output_rows<T, false>(args, begin, end);
+  }
   if (phase == ConvPhase::states) keep_inputs<T>(args, begin, end);
 }
 

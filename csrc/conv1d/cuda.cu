@@ -6,11 +6,17 @@ namespace minserve {
 namespace cuda {
 namespace {
 
+template <class T, int kTaps, bool kSilu>
+void launch_with(const ConvArgs& args, cudaStream_t stream) {
+  if (args.layout.cu_seqlens) return launch_conv_scan<T, kTaps, kSilu>(args, stream);
+  launch_conv_step<T, kTaps, kSilu>(args, stream);
+}
+
 template <class T, int kTaps>
 void launch_taps(const ConvArgs& args, cudaStream_t stream) {
   if (!in_vectors<T, kTaps>(args)) return launch_any<T>(args, stream);
-  if (args.layout.cu_seqlens) return launch_conv_scan<T, kTaps>(args, stream);
-  launch_conv_step<T, kTaps>(args, stream);
+  if (args.silu) return launch_with<T, kTaps, true>(args, stream);
+  launch_with<T, kTaps, false>(args, stream);
 }
 
 template <class T>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../core/row_grid.cuh"
-#include "../core/vec.h"
+#include "../cells/silu.cuh"
 #include "args.h"
 
 namespace minserve {
@@ -14,7 +14,7 @@ template <class T>
 __device__ __forceinline__ void output_one(const ConvArgs& args, std::int64_t row,
                                            std::int64_t begin, std::int64_t slot, std::int64_t c) {
   const std::int64_t channels = args.layout.channels, taps = args.taps;
-  const T* x = static_cast<const T*>(args.x);
+  const T* x = static_cast<const T*>(args.x.data);
   const T* weight = static_cast<const T*>(args.weight) + c * taps;
   float sum = args.bias ? to_lane(static_cast<const T*>(args.bias)[c]) : 0.0f;
   for (std::int64_t k = 0; k < taps; ++k) {
@@ -22,11 +22,11 @@ __device__ __forceinline__ void output_one(const ConvArgs& args, std::int64_t ro
     // Before the sequence: the carried inputs, of which the newest has index taps - 2.
     const float input =
         from >= begin
-            ? to_lane(x[from * channels + c])
+            ? to_lane(x[from * args.x.stride + c])
             : args.state[slot * args.slot_stride + (taps - 1 + from - begin) * args.tap_stride + c];
     sum = fmadd(to_lane(weight[k]), input, sum);
   }
-  from_lane(static_cast<T*>(args.out) + row * channels + c, sum);
+  from_lane(static_cast<T*>(args.out) + row * channels + c, args.silu ? silu(sum) : sum);
 }
 
 template <class T>
@@ -38,7 +38,7 @@ __device__ __forceinline__ void keep_one(const ConvArgs& args, std::int64_t begi
   for (std::int64_t k = 0; k < args.taps - 1; ++k) {
     const std::int64_t from = end - (args.taps - 1) + k;
     rows[k * args.tap_stride] =
-        from >= begin ? to_lane(static_cast<const T*>(args.x)[from * args.layout.channels + c])
+        from >= begin ? to_lane(static_cast<const T*>(args.x.data)[from * args.x.stride + c])
                       : rows[(args.taps - 1 + from - begin) * args.tap_stride];
   }
 }

@@ -28,14 +28,14 @@ void launch_any(const ConvArgs& args, cudaStream_t stream) {
   }
 }
 
-template <class T, int kTaps>
+template <class T, int kTaps, bool kSilu>
 void launch_conv_scan(const ConvArgs& args, cudaStream_t stream) {
   const Layout& lay = args.layout;
   const long long per_row = lay.channels / kVec;
   if (lay.tokens > 0) {
     const int run = run_of(lay);
-    launch_early<&conv_scan_kernel<T, kTaps>>(row_grid((lay.tokens + run - 1) / run, per_row),
-                                              stream, "convolution", args, run);
+    launch_early<&conv_scan_kernel<T, kTaps, kSilu>>(
+        row_grid((lay.tokens + run - 1) / run, per_row), stream, "convolution", args, run);
   }
   if (lay.sequences > 0) {
     launch_early<&conv_keep_kernel<T, kTaps>>(row_grid(lay.sequences, per_row), stream,
@@ -46,16 +46,16 @@ void launch_conv_scan(const ConvArgs& args, cudaStream_t stream) {
 // From here on threads are many enough to take two rows, for which weights are read once.
 constexpr long long kManyThreads = 1 << 19;
 
-template <class T, int kTaps>
+template <class T, int kTaps, bool kSilu>
 void launch_conv_step(const ConvArgs& args, cudaStream_t stream) {
   const Layout& lay = args.layout;
   const long long per_row = lay.channels / kVec;
   if (lay.tokens * per_row < kManyThreads) {
-    launch_early<&conv_step_kernel<T, kTaps, 1>>(row_grid(lay.tokens, per_row), stream,
-                                                 "convolution step", args);
+    launch_early<&conv_step_kernel<T, kTaps, kSilu, 1>>(row_grid(lay.tokens, per_row), stream,
+                                                        "convolution step", args);
   } else {
-    launch_early<&conv_step_kernel<T, kTaps, 2>>(row_grid((lay.tokens + 1) / 2, per_row), stream,
-                                                 "convolution step", args);
+    launch_early<&conv_step_kernel<T, kTaps, kSilu, 2>>(row_grid((lay.tokens + 1) / 2, per_row),
+                                                        stream, "convolution step", args);
   }
 }
 

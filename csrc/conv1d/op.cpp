@@ -34,7 +34,7 @@ void run_conv(ConvArgs args, Dtype dtype, const Tensor& like) {
 
 Tensor convolve(const Check& check, const Tensor& x, const Tensor& weight_given,
                 const MaybeTensor& bias_given, const Tensor* cu, const Tensor& state,
-                const Tensor& slots) {
+                const Tensor& slots, bool silu) {
   const Dtype dtype = check.dtype(false);
   const std::int64_t channels = x.size(1);
   check.tensor(weight_given, "weight", x.scalar_type(), {channels, -1}, "[channels, taps]");
@@ -49,18 +49,19 @@ Tensor convolve(const Check& check, const Tensor& x, const Tensor& weight_given,
   const Tensor weight = torch::stable::contiguous(weight_given);
   MaybeTensor bias;
   if (bias_given) bias = torch::stable::contiguous(*bias_given);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = torch::stable::new_empty(x, {x.size(0), channels});
   ConvArgs args;
   args.layout = cu ? packed_layout(check, *cu, &slots, state.size(0), x.size(0), channels)
                    : step_layout(check, slots, state.size(0), x.size(0), channels);
   args.taps = taps;
-  args.x = x.const_data_ptr();
+  args.x = rows_of(x);
   args.weight = weight.const_data_ptr();
   args.bias = bias ? bias->const_data_ptr() : nullptr;
   args.state = static_cast<float*>(state.mutable_data_ptr());
   args.slot_stride = state.stride(0);
   args.tap_stride = state.stride(1);
   args.out = out.mutable_data_ptr();
+  args.silu = silu;
   run_conv(args, dtype, x);
   return out;
 }
@@ -68,20 +69,20 @@ Tensor convolve(const Check& check, const Tensor& x, const Tensor& weight_given,
 }  // namespace
 
 Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots) {
+                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots, bool silu) {
   const Check check("conv_scan", x, "x");
   check.require(x.dim() == 2, "x must be [tokens, channels], got ", describe(x));
   const Tensor cu = torch::stable::contiguous(cu_seqlens);
-  return convolve(check, torch::stable::contiguous(x), weight, bias, &cu, state,
-                  torch::stable::contiguous(slots));
+  return convolve(check, with_rows(x), weight, bias, &cu, state, torch::stable::contiguous(slots),
+                  silu);
 }
 
 Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                 const Tensor& state, const Tensor& slots) {
+                 const Tensor& state, const Tensor& slots, bool silu) {
   const Check check("conv_step", x, "x");
   check.require(x.dim() == 2, "x must be [batch, channels], got ", describe(x));
-  return convolve(check, torch::stable::contiguous(x), weight, bias, nullptr, state,
-                  torch::stable::contiguous(slots));
+  return convolve(check, with_rows(x), weight, bias, nullptr, state,
+                  torch::stable::contiguous(slots), silu);
 }
 
 }  // namespace minserve

@@ -44,13 +44,15 @@ __device__ __forceinline__ Span span_of(const Layout& lay, int s) {
 }
 
 // Rows [first, last) of one sequence.
-template <class T, int kTaps>
-__device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter<T, kTaps>& filter,
+template <class T, int kTaps, bool kSilu>
+__device__ __forceinline__ void convolve_rows(const ConvArgs& args,
+                                              const Filter<T, kTaps, kSilu>& filter,
                                               const Span& span, int first, int last,
                                               std::int64_t c) {
   constexpr int kAhead = 16 / static_cast<int>(sizeof(T));  // rows on their way at once
   const std::int64_t channels = args.layout.channels;
-  const T* x = static_cast<const T*>(args.x) + first * channels + c;
+  const int stride = static_cast<int>(args.x.stride);
+  const T* x = static_cast<const T*>(args.x.data) + first * args.x.stride + c;
   T* out = static_cast<T*>(args.out) + first * channels + c;
   // Rows of the sequence before `first`; fewer than the window's are filled up by carried inputs,
   // of which the newest has index kTaps - 2. Only bad indices put span.begin beyond `first`.
@@ -60,7 +62,7 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
 #pragma unroll
   for (int k = 0; k < kTaps - 1; ++k) {
     if (done >= kTaps - 1 - k) {
-      old_rows[k].load(x - (kTaps - 1 - k) * channels);
+      old_rows[k].load(x - (kTaps - 1 - k) * stride);
     } else {
       carried[k].load(args.state + span.slot * args.slot_stride + (done + k) * args.tap_stride + c);
     }
@@ -70,7 +72,7 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
     Channels<T, kVec> in[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (i < left) in[i].load(x + i * channels);
+      if (i < left) in[i].load(x + i * stride);
     }
     if (left == last - first) {  // only now, with these rows on their way too
 #pragma unroll
@@ -88,7 +90,7 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
         const float current = in[i][v];
-        y[v] = filter.sum(v, window, current);
+        y[v] = filter.output(v, window, current);
 #pragma unroll
         for (int k = 0; k < kTaps - 2; ++k) window[k][v] = window[k + 1][v];
         window[kTaps - 2][v] = current;
@@ -97,15 +99,15 @@ __device__ __forceinline__ void convolve_rows(const ConvArgs& args, const Filter
       result.set(y);
       if (i < left) result.store(out + i * channels);
     }
-    x += kAhead * channels;
+    x += kAhead * stride;
     out += kAhead * channels;
   }
 }
 
 // Five blocks are the most on a multiprocessor whose registers hold the rows on their way, the
-// window and the weights (of four taps of two-byte types all but a few words).
-template <class T, int kTaps>
-__global__ void __launch_bounds__(kThreads, 5)
+// window and the weights (of four taps of two-byte types all but a few words). With SiLU four.
+template <class T, int kTaps, bool kSilu>
+__global__ void __launch_bounds__(kThreads, kSilu ? 4 : 5)
     conv_scan_kernel(const __grid_constant__ ConvArgs args, const int run) {
   const Layout& lay = args.layout;
   const std::int64_t c = thread_of_group() * kVec, begin = row_group() * run;
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   const int sequences = static_cast<int>(lay.sequences);
   int s = sequence_at(lay, first);
   if (c >= lay.channels) return;
-  Filter<T, kTaps> filter;
+  Filter<T, kTaps, kSilu> filter;
   filter.load(args, c);
   // The next sequence is looked up while this one is worked on.
   Span span = span_of(lay, s), next = span_of(lay, s < sequences ? s + 1 : s);
@@ -160,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 8)
 #pragma unroll
   for (int k = 0; k < kTaps - 1; ++k) {
     if (rows >= kTaps - 1 - k) {
-      in[k].load(static_cast<const T*>(args.x) + (span.end - (kTaps - 1) + k) * lay.channels + c);
+      in[k].load(static_cast<const T*>(args.x.data) + (span.end - (kTaps - 1) + k) * args.x.stride +
+                 c);
     } else {
       kept[k].load(state + (rows + k) * args.tap_stride);
     }

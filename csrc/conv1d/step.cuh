@@ -12,7 +12,7 @@ namespace minserve {
 namespace cuda {
 
 // Eight blocks a multiprocessor leave the registers for all loads to be on their way at once.
-template <class T, int kTaps, int kRows>
+template <class T, int kTaps, bool kSilu, int kRows>
 __global__ void __launch_bounds__(kThreads, 8)
     conv_step_kernel(const __grid_constant__ ConvArgs args) {
   const Layout& lay = args.layout;
@@ -32,10 +32,10 @@ __global__ void __launch_bounds__(kThreads, 8)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (exists(r)) {
-      x[r].load(static_cast<const T*>(args.x) + (first + r) * lay.channels + c);
+      x[r].load(static_cast<const T*>(args.x.data) + (first + r) * args.x.stride + c);
     }
   }
-  Filter<T, kTaps> filter;
+  Filter<T, kTaps, kSilu> filter;
   filter.load(args, c);
 
   Channels<float, kVec> before[kRows][kTaps - 1];
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 8)
 #pragma unroll
     for (int v = 0; v < kVec; ++v) {
       current[v] = x[r][v];
-      y[v] = filter.sum(v, before[r], current[v]);
+      y[v] = filter.output(v, before[r], current[v]);
       y[v] = slot[r] >= 0 ? y[v] : 0.0f;
     }
     if (slot[r] >= 0) {

@@ -43,9 +43,9 @@ Tensor hgrn_step(const Tensor& pre, const Tensor& state, const Tensor& slots,
                  const MaybeTensor& lower_bound);
 
 Tensor conv_scan(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots);
+                 const Tensor& cu_seqlens, const Tensor& state, const Tensor& slots, bool silu);
 Tensor conv_step(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
-                 const Tensor& state, const Tensor& slots);
+                 const Tensor& state, const Tensor& slots, bool silu);
 
 Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
                       const Tensor& C, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,

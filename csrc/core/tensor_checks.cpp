@@ -102,6 +102,16 @@ bool overlap(const Tensor& a, const Tensor& b) {
   return begin(a) < end(b) && begin(b) < end(a);
 }
 
+Tensor with_rows(const Tensor& matrix) {
+  const bool fits = matrix.size(1) <= 1 || matrix.stride(1) == 1;
+  return fits ? matrix : torch::stable::contiguous(matrix);
+}
+
+Stream rows_of(const Tensor& matrix) {
+  // Only ever read: Stream has one pointer type for both directions.
+  return {const_cast<void*>(matrix.const_data_ptr()), matrix.stride(0)};
+}
+
 Stream input_stream(const Tensor& matrix, std::int64_t first) {
   // Only ever read: Stream has one pointer type for both directions.
   char* data = static_cast<char*>(const_cast<void*>(matrix.const_data_ptr()));

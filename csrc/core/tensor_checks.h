@@ -54,6 +54,11 @@ std::int64_t bytes_of(const Tensor& t);
 // Whether they share memory; both contiguous.
 bool overlap(const Tensor& a, const Tensor& b);
 
+// A matrix whose rows are each contiguous and lie anywhere: the given one, or a copy. And its rows,
+// to be read.
+Tensor with_rows(const Tensor& matrix);
+Stream rows_of(const Tensor& matrix);
+
 // The accumulation type: float64 for float64, else float32.
 ScalarType accumulation_type(Dtype dtype);
 

@@ -26,16 +26,6 @@ void run_selective(const SelectiveArgs& args, Dtype dtype, const Tensor& like) {
 #endif
 }
 
-// Rows of which each is contiguous; they may lie anywhere.
-Tensor with_rows(const Tensor& t) {
-  return t.size(1) <= 1 || t.stride(1) == 1 ? t : torch::stable::contiguous(t);
-}
-
-Stream rows_of(const Tensor& t) {
-  // Only ever read: Stream has one pointer type for both directions.
-  return {const_cast<void*>(t.const_data_ptr()), t.stride(0)};
-}
-
 struct Given {  // the arguments that scan and step share
   const Tensor &x, &dt, &A, &B, &C, &D, &dt_bias;
   const MaybeTensor& z;

@@ -1,7 +1,8 @@
 """Causal depthwise convolution with carried inputs: over packed sequences, and one step.
 
 y_t = bias + sum over k of weight[:, k] x_{t - (K - 1) + k}: torch's conv1d with groups = channels
-and K - 1 steps of left padding. The padding is the state: the last K - 1 inputs before.
+and K - 1 steps of left padding. The padding is the state: the last K - 1 inputs before. Where asked
+for, the results are silu(y).
 """
 
 from typing import Any
@@ -20,11 +21,13 @@ def conv_scan(
     cu_seqlens: Tensor,
     state: Tensor,
     slots: Tensor,
+    *,
+    silu: bool = False,
 ) -> Tensor:
     """Convolve packed sequences, each continuing from its state row.
 
     Args:
-        x: inputs [tokens, channels]; float32, bfloat16 or float16.
+        x: inputs [tokens, channels], whose rows may lie apart; float32, bfloat16 or float16.
         weight: [channels, K], x's dtype; weight[:, K - 1] multiplies the current token.
         bias: [channels], x's dtype, or None.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
@@ -33,6 +36,7 @@ def conv_scan(
             contiguous; **changed in place**, also by sequences shorter than K - 1.
         slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
             skipped; its rows of the result are zero. No row may occur twice.
+        silu: return silu(y), taken of the float32 sums.
 
     Returns:
         y [tokens, channels] in x's dtype, summed in float32.
@@ -41,12 +45,18 @@ def conv_scan(
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also bad values in cu_seqlens
             and slots (on CUDA, sequences with a slot out of range are skipped).
     """
-    y: Tensor = torch.ops.minserve.conv_scan(x, weight, bias, cu_seqlens, state, slots)
+    y: Tensor = torch.ops.minserve.conv_scan(x, weight, bias, cu_seqlens, state, slots, silu)
     return y
 
 
 def conv_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    *,
+    silu: bool = False,
 ) -> Tensor:
     """Compute one step: row r of x is the next input of state row slots[r].
 
@@ -57,6 +67,7 @@ def conv_step(
         weight, bias, state: as for `conv_scan`; state is **changed in place**.
         slots: int32 [batch]; negative: a padding row, which is skipped; its result is zero. No row
             may occur twice.
+        silu: as for `conv_scan`.
 
     Returns:
         y [batch, channels] in x's dtype, summed in float32.
@@ -65,7 +76,7 @@ def conv_step(
         RuntimeError: shapes, dtypes or devices do not fit; on the CPU also slots out of range (on
             CUDA those rows are skipped).
     """
-    y: Tensor = torch.ops.minserve.conv_step(x, weight, bias, state, slots)
+    y: Tensor = torch.ops.minserve.conv_step(x, weight, bias, state, slots, silu)
     return y
 
 

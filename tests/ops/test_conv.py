@@ -145,6 +145,54 @@ def test_more_sequences_than_a_block_has_threads(
     same_bits(given, wanted_state.float())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("taps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_silu_of_the_sums(device: str, dtype: torch.dtype, taps: int, channels: int) -> None:
+    cu_seqlens, slots = int32(0, 1, 3, 3, 40, 60, 90), int32(5, 2, 1, 0, -1, 6)
+    x, state = 4 * exact(95, channels, seed=31), exact(8, taps - 1, channels, seed=32)
+    weight, bias = exact(channels, taps, seed=33), exact(channels, seed=34)
+    wanted, wanted_state = conv_scan_reference(x, weight, bias, cu_seqlens, state, slots)
+    given = [one.to(device, dtype) for one in (x, weight, bias)]
+    scanned, stepped, plain = (state.float().to(device) for _ in range(3))
+    where = cu_seqlens.to(device), scanned, slots.to(device)
+    y = conv_scan(*given, *where, silu=True)
+    assert y.dtype == dtype
+    close(y, torch.nn.functional.silu(wanted), dtype)
+    same_bits(scanned, wanted_state.float())
+    assert not y[40:60].any() and not y[90:].any(), "padding rows must be zero"
+    rows = torch.tensor([0, 1, 3, 40, 60, 94])
+    each = int32(5, -1, 2, 0, 1, 6, device=device)
+    stepped_y = conv_step(given[0][rows], *given[1:], stepped, each, silu=True)
+    bounds = int32(*range(7), device=device)
+    same_bits(conv_scan(given[0][rows], *given[1:], bounds, plain, each, silu=True), stepped_y)
+    same_bits(plain, stepped)
+    assert not stepped_y[1].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize(("first", "width"), [(0, 80), (4, 72), (1, 73)])
+def test_rows_of_inputs_may_be_apart(
+    device: str, dtype: torch.dtype, first: int, width: int
+) -> None:
+    """64 columns of wider rows, aligned as the rows are or not."""
+    room = exact(30, width, seed=35).to(device, dtype)
+    apart = room[:, first : first + 64]
+    weight = exact(64, 4, seed=36).to(device, dtype)
+    edges, slots = int32(0, 1, 3, 28, device=device), int32(2, 0, 4, device=device)
+    states = [exact(5, 3, 64, seed=37).float().to(device) for _ in range(2)]
+    for silu in (False, True):
+        wanted = conv_scan(apart.contiguous(), weight, None, edges, states[0], slots, silu=silu)
+        y = conv_scan(apart, weight, None, edges, states[1], slots, silu=silu)
+        assert y.is_contiguous()
+        same_bits(y, wanted)
+        wanted = conv_step(apart[:3].contiguous(), weight, None, states[0], slots, silu=silu)
+        same_bits(conv_step(apart[:3], weight, None, states[1], slots, silu=silu), wanted)
+    same_bits(states[1], states[0])
+
+
 def off_by_one(x: Tensor) -> Tensor:
     """The same values, not aligned to more than one of them."""
     room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)

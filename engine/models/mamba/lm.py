@@ -88,10 +88,9 @@ class Layer(RecurrentLayer):
         """Read packed x [tokens, d_model]; updates ssm [rows, inner, N] and the window."""
         assert per_channel is not None
         inputs, z = self.in_proj(self.norm(x)).chunk(2, dim=-1)
-        convolved = conv_scan(
-            *(inputs.contiguous(), self.conv, self.conv_bias, cu_seqlens, state["conv"], slots)
+        u = conv_scan(
+            *(inputs, self.conv, self.conv_bias, cu_seqlens, state["conv"], slots), silu=True
         )
-        u = functional.silu(convolved)
         dt, b, c = self._select(u)
         y = selective_scan(
             *(u, dt, per_channel, b, c, self.D, self.dt_proj.bias, z),
@@ -105,8 +104,7 @@ class Layer(RecurrentLayer):
         """Read one token each, x [batch, d_model]; updates the state as `scan` does."""
         assert per_channel is not None
         inputs, z = self.in_proj(self.norm(x)).chunk(2, dim=-1)
-        convolved = conv_step(inputs.contiguous(), self.conv, self.conv_bias, state["conv"], slots)
-        u = functional.silu(convolved)
+        u = conv_step(inputs, self.conv, self.conv_bias, state["conv"], slots, silu=True)
         dt, b, c = self._select(u)
         y = selective_step(
             *(u, dt, per_channel, b, c, self.D, self.dt_proj.bias, z), state["ssm"], slots
