@@ -119,6 +119,17 @@ SELECTIVE = [
     "--lengths 5 --slots -1 --tail 0 --splits 2",
 ]
 
+# With SiLU unless it says otherwise. Where every sequence has one token there are steps too.
+CONVOLUTIONS = [
+    "--type bf16 --silu 0",
+    "--type f32 --extra-stride 4",
+    "--taps 2 --channels 140 --seeds 0,1,2",
+    "--channels 7 --extra-stride 3 --bias 0",
+    "--lengths 1,1,1,1,1 --slots 2,-1,0,9,4 --tail 0 --channels 132 --seeds 0,1,2",
+    "--lengths 1,1,1 --slots 0,4,1 --tail 0 --taps 2 --channels 8 --silu 0 --type f32",
+    "--lengths 0,0 --slots 0,1",
+]
+
 ROWS = [
     "--type f32 --time 5000",
     "--type f32 --time 5000 --shift 1 --seeds 2",
@@ -286,6 +297,12 @@ def test_scan(programs: Path, cell: str, case: str) -> None:
 @pytest.mark.parametrize("case", SELECTIVE)
 def test_selective_recurrence(programs: Path, case: str) -> None:
     result = run(programs / "selective", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution(programs: Path, case: str) -> None:
+    result = run(programs / "conv", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
