@@ -5,6 +5,7 @@
     python -m loadtest.kernels --cases fused steps --dtype bfloat16 --shapes 1x65536x768 16x768
     python -m loadtest.kernels --cases draws --shapes 1024x32000   # rows x vocabulary
     python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; Hopper only
+    python -m loadtest.kernels --cases selective --shapes 1x16384x4096 64x4096
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
@@ -40,6 +41,7 @@ from loadtest.operators.heads import measure_heads
 from loadtest.operators.limits import Limits
 from loadtest.operators.linear import measure_backward, measure_linear
 from loadtest.operators.rows import Row, print_rows
+from loadtest.operators.selective import measure_selective
 from loadtest.operators.shapes import Selection, select
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
@@ -56,6 +58,7 @@ TITLES = {
     "linear": "linear_scan forward (element-wise: torch.add)",
     "backward": "backward passes",
     "steps": "decode steps beside a copy of the same bytes",
+    "selective": "Mamba's recurrence, beside its bytes and its exponentials",
     "draws": "draws, a token for each row of logits",
     "heads": "heads of greedy steps with 32,000 tokens, their draws included",
     "peers": "linear recurrences by others at the same shapes",
@@ -86,7 +89,7 @@ def _options() -> argparse.ArgumentParser:
         "--dtype",
         nargs="+",
         choices=["float32", "bfloat16", "float16"],
-        help="types to measure (default: float32 and bfloat16, for steps bfloat16)",
+        help="types to measure (default: float32 and bfloat16, for steps and Mamba bfloat16)",
     )
     options.add_argument("--quick", action="store_true", help="use smaller shapes on the CPU")
     options.add_argument("--json", type=Path, help="write every figure to this file")
@@ -137,6 +140,9 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         "linear": lambda: measure_linear(shapes.scans, shapes.time_scans, dtypes, limits),
         "backward": lambda: measure_backward(shapes.scans, dtypes, limits),
         "steps": lambda: measure_steps(shapes.steps, step_dtypes, limits),
+        "selective": lambda: measure_selective(
+            shapes.selective_scans, shapes.selective_steps, step_dtypes, limits
+        ),
         "draws": lambda: measure_draws(shapes.draws, limits),
         "heads": lambda: measure_heads(shapes.heads, limits),
         "peers": lambda: measure_peers(shapes.scans, dtypes, limits),

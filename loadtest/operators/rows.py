@@ -42,6 +42,7 @@ class Row:
     elementwise: float | None = None  # bytes per second of the element-wise kernel of these bytes
     copy_seconds: float | None = None  # of a copy of these bytes, launched the same way
     arithmetic: float | None = None  # ideal bytes per second on data that stays in cache
+    special_seconds: float | None = None  # of the special-function units, with all of them busy
     times: dict[str, float] = field(default_factory=dict)  # peer -> its time over ours
     note: str = ""
 
@@ -129,6 +130,7 @@ def print_rows(title: str, rows: list[Row]) -> None:
         ],
         "µs": [_number(row.seconds, ",.1f", 1e6) for row in rows],
         "copy µs": [_number(row.copy_seconds, ",.1f", 1e6) for row in rows],
+        "exponentials µs": [_number(row.special_seconds, ",.1f", 1e6) for row in rows],
         "GB/s": [
             _number(row.rate, ",.0f" if (row.rate or 0) > 1e11 else ",.1f", 1e-9) for row in rows
         ],

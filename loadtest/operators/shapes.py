@@ -37,6 +37,11 @@ CPU_STEP_WIDTHS = [768, 2048]
 DRAWS = ["1x32000", "16x32000", "64x32000", "256x32000", "1024x32000", "4096x32000"]
 DRAWS += ["1024x128256", "1024x66"]
 HEADS = [f"{rows}x{width}" for width in (768, 2048) for rows in (64, 128, 256, 512, 1024, 4096)]
+# Of Mamba's models of 130 M, 1.4 B and 2.8 B.
+SELECTIVE = [f"{scan}x{inner}" for inner in (1536, 4096, 5120) for scan in ("1x1024", "1x16384")]
+SELECTIVE += ["16x1024x4096", "126x16+1x1900in4096x4096"]
+SELECTIVE += [f"{batch}x{inner}" for inner in (1536, 4096, 5120) for batch in (1, 16, 64, 256)]
+CPU_SELECTIVE = ["1x1024x1536", "4x128x1536", "1x1536", "16x1536"]
 CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
@@ -104,7 +109,7 @@ class Selection:
     """The shapes to measure, by kind of operator.
 
     Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
-    heads are rows x width.
+    heads are rows x width. `selective_` shapes are those of Mamba's scans and steps.
     """
 
     scans: tuple[ScanShape, ...]
@@ -112,6 +117,8 @@ class Selection:
     steps: tuple[tuple[int, int], ...]
     draws: tuple[tuple[int, int], ...]
     heads: tuple[tuple[int, int], ...]
+    selective_scans: tuple[ScanShape, ...]
+    selective_steps: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -125,12 +132,13 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
             batches, widths = CPU_STEP_BATCHES, CPU_STEP_WIDTHS
         step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
         draw_labels = DRAWS if device.type == "cuda" else CPU_DRAWS
+        selective_labels = SELECTIVE if device.type == "cuda" else CPU_SELECTIVE
         head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
         labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
-        draw_labels = head_labels = labels
+        draw_labels = head_labels = selective_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
@@ -144,4 +152,6 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         tuple(step for _, _, step in scans if step is not None),
         tuple(shape for shape in map(parse_step, draw_labels) if shape is not None),
         tuple(shape for shape in map(parse_step, head_labels) if shape is not None),
+        tuple(shape for shape in map(parse_scan, selective_labels) if shape is not None),
+        tuple(shape for shape in map(parse_step, selective_labels) if shape is not None),
     )

@@ -117,13 +117,32 @@ def serving(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
     state = random(rows, channels, dtype=torch.float32)
     inputs = random(rows, TAPS - 1, channels, dtype=torch.float32)
     weight, bias = random(channels, TAPS, dtype=dtype), random(channels, dtype=dtype)
-    ops.conv_scan(random(tokens, channels, dtype=dtype), weight, bias, cu_seqlens, inputs, slots)
-    ops.conv_step(random(rows, channels, dtype=dtype), weight, None, inputs, slots)
+    for silu in (False, True):
+        x = random(tokens, channels, dtype=dtype)
+        ops.conv_scan(x, weight, bias, cu_seqlens, inputs, slots, silu=silu)
+        ops.conv_step(x[:rows], weight, None, inputs, slots, silu=silu)
     for cell, gates in CELLS.items():
         scan, step = getattr(ops, f"{cell}_scan"), getattr(ops, f"{cell}_step")
         options = given_options((BOUND,), channels, "cuda") if cell == "hgrn" else ()
         scan(random(tokens, gates * channels, dtype=dtype), cu_seqlens, state, slots, *options)
         step(random(rows, gates * channels, dtype=dtype), state, slots, *options)
+
+
+def selective(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
+    """Every number of states that a thread has, states of four bytes and of two."""
+    tokens, cu_seqlens, slots = batch(lengths)
+    rows = len(lengths)
+    for states, kept in itertools.product((1, 16, 17, 64, 200), (torch.float32, torch.bfloat16)):
+        wide, chosen = random(tokens, 2 * channels, dtype=dtype), random(tokens, 2 * states)
+        x, z = wide.split(channels, dim=1)
+        dt, (b, c) = random(tokens, channels, dtype=dtype), chosen.to(dtype).split(states, dim=1)
+        a, skip = -random(channels, states, dtype=torch.float32).exp(), random(channels)
+        bias = random(channels, dtype=torch.float32)
+        state = random(rows, channels, states).to(kept)
+        given = (a, b, c, skip.to(dtype), bias)
+        ops.selective_scan(x, dt, *given, z, cu_seqlens, state, slots)
+        few = (a, b[:rows], c[:rows], skip.float(), bias)
+        ops.selective_step(x[:rows], dt[:rows], *few, None, state, slots)
 
 
 def training(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
@@ -303,11 +322,15 @@ def main() -> None:
             (72, 37), (torch.float32, torch.bfloat16, torch.float16)
         ):
             serving(lengths, channels, dtype)
+            selective(lengths, channels, dtype)
             training(lengths, channels, dtype)
         training(lengths, 20, torch.float64)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for time_contiguous, reverse in itertools.product((False, True), repeat=2):
             linear(40, dtype, time_contiguous, reverse)
+    # Of steps a thread has several units of channels, then several rows too; of scans more states.
+    selective([1] * 300, 72, torch.bfloat16)
+    selective([1, 40, 0, 33] * 10, 8000, torch.bfloat16)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
     for count in (3, 300_000):  # threads have one word, or more
