@@ -13,19 +13,19 @@ then RMSNorm and the head (the embedding's matrix if tied). LanguageModel says w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, cast
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.models import program
-from engine.models.language_model import LanguageModel, RecurrentLayer
+from engine.models.language_model import RecurrentLayer
 from engine.models.mamba2.config import Mamba2Config
 from engine.models.program import LayerProgram
 from engine.models.quantized import linear
-from engine.models.residual_norm import ResidualNorm
+from engine.models.state_space import ResidualNorm, StateSpaceLM
 from engine.ops import conv_scan, conv_step, ssd_scan, ssd_scan_train, ssd_step
 
 _LEAST_DT, _MOST_DT = 1e-3, 0.1  # time steps of an untrained model
@@ -167,7 +167,7 @@ class Layer(RecurrentLayer):
         )
 
 
-class Mamba2LM(LanguageModel):
+class Mamba2LM(StateSpaceLM):
     """The language model that a Mamba2Config describes."""
 
     config: Mamba2Config
@@ -177,18 +177,3 @@ class Mamba2LM(LanguageModel):
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config, lambda: Layer(config))
-        self.norm = ResidualNorm(config.d_model, eps=config.norm_eps)
-        if config.quantization is not None:
-            self.requires_grad_(False)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x = super()._embed(tokens)
-        if not self.config.residual_in_fp32:
-            return x
-        return x.to(torch.promote_types(x.dtype, torch.float32))
-
-    def channel_parameters(self) -> Sequence[Tensor | None]:
-        """Return each layer's A = -exp(A_log), fp32 (fp64 of fp64) [heads]."""
-        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
-        layers = cast("Sequence[Layer]", self.layers)
-        return [-layer.A_log.to(dtype).exp() for layer in layers]
