@@ -34,8 +34,9 @@ struct SelectiveArgs {
 // tail. How items are numbered is told in cpu.cpp.
 using SelectiveFn = void (*)(const SelectiveArgs&, std::int64_t begin, std::int64_t end);
 
-// Channels of an item: a cache line of two-byte floats, a multiple of every vector's width.
-constexpr std::int64_t kSelectiveRun = 32;
+// Channels of an item: a multiple of every vector's width, whose states and A stay in the
+// first-level cache. Narrower ones read too little of each row at once.
+constexpr std::int64_t kSelectiveRun = 64;
 
 MS_DECLARE_PER_ISA(SelectiveFn selective_kernel(Dtype dtype);)
 

@@ -106,34 +106,36 @@ class SelectiveToken {
     VF sums[kWidth] = {};
     for (int i = 0; i < count; ++i) {
       const VF d = scaled[i] - VF{}, w = write[i] - VF{};
+      const float* const a = A + i * states_;
+      float* const own = h + i * states_;
+      VF sum = splat<VF>(0.0f);
       if constexpr (kVectors > 0) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-          const std::int64_t at = i * kVectors * kWidth + v * kWidth;
-          vector(A + at, h + at, d, w, b_[v], c_[v], sums[i], Full{});
+          const VF after = next(a + v * kWidth, own + v * kWidth, d, w * b_[v], Full{});
+          sum = v == 0 ? c_[v] * after : fmadd(c_[v], after, sum);
         }
       } else {
-        const std::int64_t at = i * states_;
+        const auto add = [&](std::int64_t n, auto lanes) {
+          const VF after = next(a + n, own + n, d, w * load<VF>(B_ + n, lanes), lanes);
+          sum = fmadd(load<VF>(C_ + n, lanes), after, sum);
+        };
         std::int64_t n = 0;
-        for (; n + kWidth <= states_; n += kWidth) any(A + at, h + at, d, w, n, sums[i], Full{});
-        if (n < states_) {
-          any(A + at, h + at, d, w, n, sums[i], Part{static_cast<int>(states_ - n)});
-        }
+        for (; n + kWidth <= states_; n += kWidth) add(n, Full{});
+        if (n < states_) add(n, Part{static_cast<int>(states_ - n)});
       }
+      sums[i] = sum;
     }
     return sums_of_each(sums);
   }
 
  private:
+  // A vector of h, moved on.
   template <class L>
-  static MS_CELL void vector(const float* A, float* h, VF d, VF w, VF b, VF c, VF& sum, L lanes) {
-    const VF after = fmadd(exp2_of(d * load<VF>(A, lanes)), load<VF>(h, lanes), w * b);
+  static MS_CELL VF next(const float* A, float* h, VF d, VF write, L lanes) {
+    const VF after = fmadd(exp2_of(d * load<VF>(A, lanes)), load<VF>(h, lanes), write);
     store(h, after, lanes);
-    sum = fmadd(c, after, sum);
-  }
-  template <class L>
-  MS_CELL void any(const float* A, float* h, VF d, VF w, std::int64_t n, VF& sum, L lanes) const {
-    vector(A + n, h + n, d, w, load<VF>(B_ + n, lanes), load<VF>(C_ + n, lanes), sum, lanes);
+    return after;
   }
 
   const float *B_, *C_;
