@@ -9,12 +9,28 @@ namespace minserve {
 namespace cuda {
 namespace {
 
+// The kernel's blocks may have so much shared memory, as many of them as their registers allow.
+template <auto kKernel>
+void allow_shared(int bytes, int device) {
+  static thread_local int allowed = -1;
+  if (device == allowed) return;
+  const auto* const kernel = reinterpret_cast<const void*>(kKernel);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "shared memory of a selective scan");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared),
+        "shared memory of a selective scan");
+  allowed = device;
+}
+
 template <class T, class Tile>
-void launch_scan(const SelectiveArgs& args, cudaStream_t stream) {
-  const long long blocks = scan_blocks(args.layout, Tile::kChannels);
+void launch_scan(const SelectiveArgs& args, int device, cudaStream_t stream) {
+  constexpr auto kernel = &selective_scan_kernel<T, Tile>;
+  const long long blocks = scan_blocks<Tile>(args.layout);
   if (blocks > 2147483647LL) throw std::runtime_error("minserve: too large for one selective scan");
+  allow_shared<kernel>(Tile::kSharedBytes, device);
   const Grid grid{dim3(static_cast<unsigned>(blocks)), kScanThreads, Tile::kSharedBytes};
-  launch_early<&selective_scan_kernel<T, Tile>>(grid, stream, "selective scan", args);
+  launch_early<kernel>(grid, stream, "selective scan", args);
 }
 
 template <class T, class State>
@@ -22,7 +38,7 @@ void launch_step(const SelectiveArgs& args, cudaStream_t stream) {
   with_step_share<T, State>(args, [&](auto share) {
     using S = decltype(share);
     const StepGrid of = step_grid<S::kLanes, S::kUnits>(args.layout);
-    launch_early<&selective_step_kernel<T, State, S::kStates, S::kLanes, S::kUnits, S::kInVectors>>(
+    launch_early<&selective_step_kernel<T, State, S::kStates, S::kLanes, S::kUnits, S::kWhole>>(
         of.grid, stream, "selective step", args, of.rows);
   });
 }
@@ -41,7 +57,7 @@ void launch(const SelectiveArgs& args, int device, void* stream_handle) {
     return launch_step<T, float>(args, stream);
   }
   with_scan_tile<T>(args, multiprocessors(device),
-                    [&](auto tile) { launch_scan<T, decltype(tile)>(args, stream); });
+                    [&](auto tile) { launch_scan<T, decltype(tile)>(args, device, stream); });
 }
 
 }  // namespace

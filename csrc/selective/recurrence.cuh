@@ -32,9 +32,13 @@ __device__ __forceinline__ float softplus(float x) {
   return fmadd(u, p, maximum(x, 0.0f));
 }
 
-// One state's step: delta is dt behind softplus, rate is A log2(e), write is delta x.
-__device__ __forceinline__ float advance(float h, float delta, float rate, float write, float b) {
-  return fmadd(exp2_of(delta * rate), h, write * b);
+// dt behind softplus, times log2(e): the decay of a state is then a power of two.
+__device__ __forceinline__ float decay_of(float delta) {
+  return delta * static_cast<float>(kLog2e);
+}
+// One state's step: `a` and `b` of A and B, `write` is dt x.
+__device__ __forceinline__ float advance(float h, float decay, float a, float write, float b) {
+  return fmadd(exp2_of(decay * a), h, write * b);
 }
 
 // The sum of C h over neighbouring states: of pairs, of neighbouring pairs, and so on. However

@@ -42,7 +42,7 @@ struct ScanTile {
     return column % kVectors * kVec + column / kVectors;
   }
   struct Buffer {
-    float4 steps[kTime / 2][kChannels];     // delta and delta x, of two tokens
+    float4 steps[kTime / 2][kChannels];     // decay and dt x, of two tokens
     float2 gates[kTime / 2][kChannels][2];  // x and gate, of two tokens
     float4 choices[kTime][kPairs];          // B, then C, of two states
     float outputs[kTime][kRow];
@@ -85,9 +85,7 @@ class ChannelScan {
     } else {
       begin_states(static_cast<const float*>(args_.state) + slot * args_.slot_stride + place);
     }
-    load_states<false>(args_.A + place, states_, rate_);
-#pragma unroll
-    for (int n = 0; n < kStates; ++n) rate_[n] *= static_cast<float>(kLog2e);
+    load_states<false>(args_.A + place, states_, a_);
     if (channel_ < args_.layout.channels) skip_ = channel_number(args_.D, channel_, T{});
     prepare(buffers[0], 0);
     if (tiles_ > 1) load(1);
@@ -203,17 +201,17 @@ class ChannelScan {
       }
 #pragma unroll
       for (int v = 0; v < kVec; ++v) {
-        float delta[2], write[2];
+        float decay[2], write[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           // Tokens behind the last leave the states as they are, to the sign of a zero.
           const bool real = 2 * pair(i) + e < count;
-          const float behind = softplus(dt_[i][e][v] + bias_[v]);
-          delta[e] = real ? behind : 0.0f;
-          write[e] = real ? behind * x_[i][e][v] : -0.0f;
+          const float delta = softplus(dt_[i][e][v] + bias_[v]);
+          decay[e] = real ? decay_of(delta) : 0.0f;
+          write[e] = real ? delta * x_[i][e][v] : -0.0f;
         }
         const int column = Tile::column(own_vector(), v);
-        to.steps[pair(i)][column] = {delta[0], write[0], delta[1], write[1]};
+        to.steps[pair(i)][column] = {decay[0], write[0], decay[1], write[1]};
         *reinterpret_cast<float4*>(to.gates[pair(i)][column]) = {x_[i][0][v], gate[v][0],
                                                                  x_[i][1][v], gate[v][1]};
       }
@@ -263,13 +261,13 @@ class ChannelScan {
 #pragma unroll
     for (int k = 0; k < kSummed; ++k) {
       const float4 steps = from.steps[(t + k) / 2][column()];
-      const float delta = k % 2 ? steps.z : steps.x, write = k % 2 ? steps.w : steps.y;
+      const float decay = k % 2 ? steps.z : steps.x, write = k % 2 ? steps.w : steps.y;
       float c[kStates];
 #pragma unroll
       for (int n = 0; n < kStates; n += 2) {
         const float4 choice = from.choices[t + k][group() * (kStates / 2) + n / 2];
-        h_[n] = cuda::advance(h_[n], delta, rate_[n], write, choice.x);
-        h_[n + 1] = cuda::advance(h_[n + 1], delta, rate_[n + 1], write, choice.y);
+        h_[n] = cuda::advance(h_[n], decay, a_[n], write, choice.x);
+        h_[n + 1] = cuda::advance(h_[n + 1], decay, a_[n + 1], write, choice.y);
         c[n] = choice.z, c[n + 1] = choice.w;
       }
       sums[k] = sum_of_states(c, h_);
@@ -319,7 +317,7 @@ class ChannelScan {
   Channels<T, kChoiceVec> b_[kOwnChoices][kChosen / kChoiceVec];
   Channels<T, kChoiceVec> c_[kOwnChoices][kChosen / kChoiceVec];
   float bias_[kVec] = {}, skip_ = 0.0f;
-  float h_[kStates], rate_[kStates];
+  float h_[kStates], a_[kStates];
 };
 
 // Blocks are numbered by sequence, of which the last is the padding tail, then by channels.
@@ -340,8 +338,9 @@ __global__ void __launch_bounds__(kScanThreads, Tile::kBlocks)
   scan.run(reinterpret_cast<typename Tile::Buffer*>(memory), slot);
 }
 
-inline long long scan_blocks(const Layout& lay, int channels_of_block) {
-  return (lay.sequences + 1) * divided_up(lay.channels, channels_of_block);
+template <class Tile>
+inline long long scan_blocks(const Layout& lay) {
+  return (lay.sequences + 1) * divided_up(lay.channels, Tile::kChannels);
 }
 
 constexpr std::int64_t kMostStatesOnGpu = 256;
@@ -355,9 +354,9 @@ using AnyTile = ScanTile<4, 4, 32, 1>;
 using States64Tile = ScanTile<4, 16, 16, 1>;
 using States256Tile = ScanTile<8, 32, 8, 1>;
 
-// Instructions of a warp for a token, by the compiler's listings: what a multiprocessor's
-// schedulers share among the blocks that it has.
-constexpr long long kFewChainsCost = 21, kUsualCost = 37;
+// Instructions of a warp for a token, by the compiler's listings: what the blocks of a
+// multiprocessor share its schedulers for.
+constexpr long long kFewChainsCost = 28, kUsualCost = 45;
 
 // Whether inputs, outputs and states lie aligned for UsualTile and FewChainsTile.
 template <class T>
@@ -378,7 +377,8 @@ inline void with_scan_tile(const SelectiveArgs& args, int multiprocessors, const
   if (args.states > 16) return f(States64Tile{});
   if (!scans_in_vectors<T>(args)) return f(AnyTile{});
   const auto turns = [&](int channels_of_block) {
-    return divided_up(scan_blocks(args.layout, channels_of_block), multiprocessors);
+    const Layout& lay = args.layout;
+    return divided_up(lay.sequences * divided_up(lay.channels, channels_of_block), multiprocessors);
   };
   if (turns(FewChainsTile::kChannels) * kFewChainsCost < turns(UsualTile::kChannels) * kUsualCost) {
     return f(FewChainsTile{});

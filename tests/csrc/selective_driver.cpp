@@ -202,8 +202,7 @@ class Driver {
     SelectiveArgs args = given.args;
     args.layout.cu_seqlens = given.cu_seqlens.device;
     if (Tile::kVec > 1 && !cuda::scans_in_vectors<T>(args)) differ("this case is not aligned");
-    emulator::launch({"selective scan",
-                      static_cast<unsigned>(cuda::scan_blocks(args.layout, Tile::kChannels)),
+    emulator::launch({"selective scan", static_cast<unsigned>(cuda::scan_blocks<Tile>(args.layout)),
                       cuda::kScanThreads, Tile::kSharedBytes, true,
                       [=] { cuda::selective_scan_kernel<T, Tile>(args); }});
     emulator::run(static_cast<unsigned>(seed));
@@ -229,7 +228,7 @@ class Driver {
     if (case_.states > 64) return check_steps_of<cuda::StepShare<8, 32, 1, false>>(first, 1);
     if (case_.states > 16) return check_steps_of<cuda::StepShare<4, 16, 1, false>>(first, 2);
     check_steps_of<cuda::StepShare<4, 4, 1, false>>(first, 1);
-    if (!in_vectors()) return;
+    if (case_.states != 16 || !in_vectors()) return;
     check_steps_of<cuda::StepShare<4, 4, 1, true>>(first, 1);
     check_steps_of<cuda::StepShare<4, 4, 4, true>>(first, 3);
   }
@@ -246,7 +245,7 @@ class Driver {
       Given given;
       prepare(given, pieces, 0, now.state);
       const SelectiveArgs args = given.args;
-      if (Share::kInVectors && !cuda::steps_in_vectors<T, State, Share::kStates>(args)) {
+      if (Share::kWhole && !cuda::steps_are_whole<T, State, Share::kStates, Share::kLanes>(args)) {
         differ("this case is not aligned");
       }
       cuda::StepGrid of = cuda::step_grid<Share::kLanes, Share::kUnits>(args.layout);
@@ -255,7 +254,7 @@ class Driver {
       emulator::launch({"selective step", of.grid.blocks.x, of.grid.threads, 0, true,
                         [=] {
                           cuda::selective_step_kernel<T, State, Share::kStates, Share::kLanes,
-                                                      Share::kUnits, Share::kInVectors>(args, rows);
+                                                      Share::kUnits, Share::kWhole>(args, rows);
                         },
                         static_cast<unsigned>(groups)});
       emulator::run(static_cast<unsigned>(case_.seeds.back()));
@@ -324,6 +323,30 @@ class Driver {
   std::vector<State> state_;
 };
 
+// Of an H100: states of a thread.
+int states_of_thread(long sequences, long channels, long states, long stride) {
+  SelectiveArgs args;
+  args.layout.sequences = sequences;
+  args.layout.channels = channels;
+  args.states = states;
+  for (Stream* stream : {&args.x, &args.dt, &args.z, &args.y, &args.B, &args.C}) {
+    stream->stride = stride;
+  }
+  int found = 0;
+  cuda::with_scan_tile<bf16>(
+      args, 132, [&](auto tile) { found = decltype(tile)::kStates + 100 * decltype(tile)::kVec; });
+  return found;
+}
+void check_choice() {
+  const bool right =
+      states_of_thread(1, 1536, 16, 1536) == 202 && states_of_thread(1, 5120, 16, 5120) == 202 &&
+      states_of_thread(1, 4096, 16, 4096) == 404 && states_of_thread(16, 1536, 16, 1536) == 404 &&
+      states_of_thread(1, 1536, 16, 1537) == 104 && states_of_thread(1, 1535, 16, 1536) == 104 &&
+      states_of_thread(1, 1536, 15, 1536) == 104 && states_of_thread(1, 1536, 17, 1536) == 104 &&
+      states_of_thread(1, 1536, 65, 1536) == 108;
+  if (!right) differ("another tile is chosen");
+}
+
 template <class T>
 void check(const Case& given) {
   if (given.half_state) return Driver<T, bf16>(given).check();
@@ -350,6 +373,7 @@ int main(int count, char** arguments) {
   given.splits = options.numbers("splits", "1,32");
   given.seeds = options.numbers("seeds", "0,1");
   options.none_left();
+  check_choice();
   if (type == "f32") {
     check<float>(given);
   } else if (type == "bf16") {
