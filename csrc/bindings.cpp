@@ -93,6 +93,15 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "selective_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
       "Tensor? z, Tensor(a!) state, Tensor slots) -> Tensor");
+  // Mamba-2's recurrence over packed sequences, on the CPU: time steps dt before bias, softplus and
+  // the limits [least, largest]; states of heads [num_slots, heads, head_dim, states]
+  m.def(
+      "ssd_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
+      "float[] dt_limit, Tensor cu_seqlens, Tensor(a!) state, Tensor slots) -> Tensor");
+  // one such step for each row of the batch
+  m.def(
+      "ssd_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
+      "float[] dt_limit, Tensor(a!) state, Tensor slots) -> Tensor");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(
@@ -245,6 +254,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
   implement(m);
+  m.impl("ssd_scan", TORCH_BOX(&minserve::ssd_scan));
+  m.impl("ssd_step", TORCH_BOX(&minserve::ssd_step));
   m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
   m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
   m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));

@@ -54,6 +54,14 @@ Tensor selective_step(const Tensor& x, const Tensor& dt, const Tensor& A, const 
                       const Tensor& C, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
                       const Tensor& state, const Tensor& slots);
 
+Tensor ssd_scan(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                const Tensor& C, const Tensor& D, const Tensor& dt_bias,
+                const std::vector<double>& dt_limit, const Tensor& cu_seqlens, const Tensor& state,
+                const Tensor& slots);
+Tensor ssd_step(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor& B,
+                const Tensor& C, const Tensor& D, const Tensor& dt_bias,
+                const std::vector<double>& dt_limit, const Tensor& state, const Tensor& slots);
+
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
              const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
              const MaybeTensor& mask_of);

@@ -9,19 +9,30 @@ Per head h with states [head_dim, N] (Dao and Gu 2024, arXiv 2405.21060; A is a 
 The heads of a group, which follow each other, share B and C. Everything between inputs and results
 is float32 (float64 for float64).
 
-The operators are composed of torch's. A prompt is read in chunks: what the tokens of a chunk do to
-each other are products of matrices, and one state passes from a chunk to the next. Chunks begin
-where the call begins to read a sequence, and their results pass through memory in pieces of a
-bounded number of chunks, which depends only on shapes. Nothing waits for the device.
+A prompt is read in chunks: what the tokens of a chunk do to each other are products of matrices,
+and one state passes from a chunk to the next. Chunks begin where the call begins to read a
+sequence.
+
+The operators of the library (csrc/ssd) do so on a CPU, 16 tokens at a time, with the state in
+cache. For float64, for more than 1,024 states, on CUDA and with a library that lacks them,
+`composed_scan` and `composed_step` do the same by torch's operators. There results of chunks of up
+to 128 tokens pass through memory, in pieces of a bounded number of chunks, which depends only on
+shapes. Nothing waits for the device.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.config import SCAN_CHUNK
+from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import spans
 from engine.ops.state_rows import rows_of, written_sources
+
+_IN_LIBRARY = hasattr(torch.ops.minserve, "ssd_scan")
+_MOST_STATES = 1024  # kMostSsdStates in csrc/ssd/args.h
 
 # Tokens of a chunk: the power of two at or above the mean length of the call's sequences, within
 # these. So short sequences are not padded to long chunks: a chunk costs as much for its state as
@@ -48,27 +59,96 @@ def ssd_scan(
 ) -> Tensor:
     """Read packed sequences, each from its state row, which then has the last S.
 
-    Equal to rounding wherever a sequence is split and whatever else is in the batch.
+    A sequence's result is bitwise the same whatever the rest of the batch and the number of threads
+    and, with a float32 state, wherever it was split at multiples of 16 tokens (composed: equal to
+    rounding; so are other splits).
 
     Args:
-        x: inputs [tokens, heads, head_dim]; float32, float64, bfloat16 or float16.
-        dt: time steps before bias, softplus and limits [tokens, heads].
+        x: inputs [tokens, heads, head_dim]; float32, float64, bfloat16 or float16. Rows of this and
+            of the other tensors with a row for each token may lie apart.
+        dt: time steps before bias, softplus and limits [tokens, heads], x's dtype.
         A: float32 (float64 with float64 x) [heads], negative.
-        B: [tokens, groups, N]; groups divide heads.
-        C: [tokens, groups, N].
-        D: [heads].
-        dt_bias: [heads].
+        B: [tokens, groups, N], x's dtype; groups divide heads.
+        C: [tokens, groups, N], x's dtype.
+        D, dt_bias: [heads], x's dtype or float32.
         dt_limit: least and largest time step; the latter may be infinite.
         cu_seqlens: start of each sequence, int32 [sequences + 1], beginning with 0, non-decreasing.
             Tokens beyond the last entry are padding: their rows of y are zero.
-        state: float32 or bfloat16 (float64 with float64 x) [num_slots, heads, head_dim, N];
-            **changed in place**. A bfloat16 row is rounded after each piece.
-        slots: state row of each sequence, int32 [sequences]; one out of range is a padding
-            sequence, which is skipped; its rows of y are zero. No row may occur twice.
+        state: float32 or bfloat16 (float64 with float64 x) [num_slots, heads, head_dim, N], each
+            row contiguous; **changed in place**. A bfloat16 row is rounded once, at the end
+            (composed: after each piece).
+        slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
+            skipped; its rows of y are zero. No row may occur twice.
 
     Returns:
         y [tokens, heads, head_dim] in x's dtype.
+
+    Raises:
+        RuntimeError: of the library: shapes, dtypes or devices do not fit, or values in cu_seqlens
+            or slots are bad (composed, sequences with a slot out of range are skipped).
     """
+    if _is_composed(x, B):
+        return composed_scan(x, dt, A, B, C, D, dt_bias, dt_limit, cu_seqlens, state, slots)
+    y: Tensor = torch.ops.minserve.ssd_scan(
+        x, dt, A, B, C, D, dt_bias, dt_limit, cu_seqlens, state, slots
+    )
+    return y
+
+
+def ssd_step(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Read one token of every sequence: row r of x updates state row slots[r].
+
+    Bitwise equal to a scan of length 1 (composed: to rounding).
+
+    Args:
+        x, dt, A, B, C, D, dt_bias, dt_limit: as for `ssd_scan`, with one row for each sequence.
+        state: as for `ssd_scan`; **changed in place**.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its y is zero. No row may
+            occur twice.
+
+    Returns:
+        y [batch, heads, head_dim] in x's dtype.
+
+    Raises:
+        RuntimeError: as for `ssd_scan`.
+    """
+    if _is_composed(x, B):
+        return composed_step(x, dt, A, B, C, D, dt_bias, dt_limit, state, slots)
+    y: Tensor = torch.ops.minserve.ssd_step(x, dt, A, B, C, D, dt_bias, dt_limit, state, slots)
+    return y
+
+
+def _is_composed(x: Tensor, B: Tensor) -> bool:
+    if x.dtype == torch.float64 or not _IN_LIBRARY or x.is_cuda:
+        return True
+    return B.dim() == 3 and B.shape[2] > _MOST_STATES
+
+
+def composed_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    cu_seqlens: Tensor,
+    state: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Compute `ssd_scan` by torch's operators."""
     tokens, sequences, dtype = len(x), len(slots), A.dtype
     if not tokens or not sequences:
         return torch.zeros_like(x)
@@ -109,7 +189,7 @@ def ssd_scan(
     return y[:tokens]
 
 
-def ssd_step(
+def composed_step(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -121,19 +201,7 @@ def ssd_step(
     state: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Read one token of every sequence: row r of x updates state row slots[r].
-
-    Equal to a scan of length 1, to rounding.
-
-    Args:
-        x, dt, A, B, C, D, dt_bias, dt_limit: as for `ssd_scan`, with one row for each sequence.
-        state: as for `ssd_scan`; **changed in place**.
-        slots: int32 [batch]; one out of range is a padding row, which is skipped; its y is zero. No
-            row may occur twice.
-
-    Returns:
-        y [batch, heads, head_dim] in x's dtype.
-    """
+    """Compute `ssd_step` by torch's operators."""
     batch, heads, head_dim = x.shape
     if not batch:
         return torch.zeros_like(x)
@@ -326,3 +394,12 @@ def ssd_scan_reference(
             y[t] = (s * C[t, :, None, :]).sum(-1) + D[:, None] * x[t]
         new_state[slot] = s
     return y, new_state
+
+
+def _fake(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+if _IN_LIBRARY:
+    torch.library.register_fake("minserve::ssd_scan", _fake)
+    torch.library.register_fake("minserve::ssd_step", _fake)

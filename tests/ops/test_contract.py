@@ -39,6 +39,8 @@ NAMES = [
     "conv_step",
     "selective_scan",
     "selective_step",
+    "ssd_scan",
+    "ssd_step",
     "target_logprobs",
 ]
 
@@ -54,11 +56,15 @@ STATE_AT = {
     "conv_step": 3,
     "selective_scan": 9,
     "selective_step": 8,
+    "ssd_scan": 9,
+    "ssd_step": 8,
 }
 
 
 def arguments(name: str, device: str, grad: bool = False) -> tuple[Any, ...]:
     """Float32 arguments of an operator, all optional tensors given."""
+    if device == "cuda" and name.startswith("ssd"):
+        pytest.skip("the library has it on a CPU only")
     raw = _arguments(name)
     moved = tuple(x.to(device) if isinstance(x, Tensor) else x for x in raw)
     if not grad:
@@ -83,6 +89,8 @@ def _arguments(name: str) -> tuple[Any, ...]:
         return exact(12, 5, seed=7).float(), weight, bias, int32(0, 2, 7, 10), state, slots
     if name.startswith("selective"):
         return _selective_arguments(name)
+    if name.startswith("ssd"):
+        return _ssd_arguments(name)
     cell = name.split("_")[0]
     options = given_options(
         {"mingru": (False,), "minlstm": (False, True), "hgrn": (BOUND,)}[cell], channels=5
@@ -107,6 +115,19 @@ def _selective_arguments(name: str) -> tuple[Any, ...]:
     state, slots = exact(4, 5, 16, seed=17).float(), int32(2, -1, 0)
     a = -exact(5, 16, seed=14).float().abs()
     inputs = rows(5, 12), rows(5, 13), a, rows(16, 18), rows(16, 19), *vectors, rows(5, 20)
+    if name.endswith("step"):
+        return *inputs, state, slots
+    return *inputs, int32(0, 2, 7, 10), state, slots
+
+
+def _ssd_arguments(name: str) -> tuple[Any, ...]:
+    def rows(*sizes: int, seed: int) -> Tensor:
+        return exact(12 if name.endswith("scan") else 3, *sizes, seed=seed).float()
+
+    d, bias = (exact(4, seed=seed).float() for seed in (15, 16))
+    state, slots = exact(4, 4, 5, 16, seed=17).float(), int32(2, -1, 0)
+    a, shared = -exact(4, seed=14).float().abs(), [rows(2, 16, seed=seed) for seed in (18, 19)]
+    inputs = rows(4, 5, seed=12), rows(4, seed=13), a, *shared, d, bias, (0.1, 2.0)
     if name.endswith("step"):
         return *inputs, state, slots
     return *inputs, int32(0, 2, 7, 10), state, slots
@@ -239,7 +260,9 @@ def test_strided_and_misaligned_inputs(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [name for name in STATE_AT if not name.startswith("selective")])
+@pytest.mark.parametrize(
+    "name", [name for name in STATE_AT if not name.startswith(("selective", "ssd"))]
+)
 def test_state_rows_may_be_apart(device: str, name: str) -> None:
     plain, index = arguments(name, device), STATE_AT[name]
     state = plain[index]

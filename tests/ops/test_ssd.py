@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,18 +29,42 @@ NO_LIMIT = (0.0, float("inf"))
 LIMITED = (0.25, 1.5)
 
 all_groups = pytest.mark.parametrize("groups", [1, 2, 6])
+library = pytest.mark.skipif(not ssd._IN_LIBRARY, reason="the library lacks the operators")
 
 
-def case(tokens: int = TOKENS, seed: int = 0, *, groups: int = 2) -> list[Tensor]:
+@pytest.fixture(params=["library", "composed"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test with the library's operators (on a CPU) and with the composed ones."""
+    if request.param == "library" and not ssd._IN_LIBRARY:
+        pytest.skip("the library lacks the operators")
+    monkeypatch.setattr(ssd, "_IN_LIBRARY", request.param == "library")
+    return str(request.param)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def case(
+    tokens: int = TOKENS,
+    seed: int = 0,
+    *,
+    groups: int = 2,
+    width: int = WIDTH,
+    states: int = STATES,
+) -> list[Tensor]:
     """x, dt, A, B, C, D and dt_bias, float64."""
     a = -exact(HEADS, seed=seed + 1).abs().clamp(0.01, 16)
     a[0], a[1] = -0.001, -16  # one remembers for long, one forgets at once
     return [
-        exact(tokens, HEADS, WIDTH, seed=seed + 2),
+        exact(tokens, HEADS, width, seed=seed + 2),
         exact(tokens, HEADS, seed=seed + 3, scale=3.0),
         a,
-        exact(tokens, groups, STATES, seed=seed + 4),
-        exact(tokens, groups, STATES, seed=seed + 5),
+        exact(tokens, groups, states, seed=seed + 4),
+        exact(tokens, groups, states, seed=seed + 5),
         exact(HEADS, seed=seed + 6),
         exact(HEADS, seed=seed + 7),
     ]
@@ -64,11 +90,23 @@ def near(given: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     close(given, wanted, dtype, factor=10)
 
 
+groups_and_limits = pytest.mark.parametrize(
+    ("groups", "limit"), [(1, NO_LIMIT), (2, LIMITED), (6, NO_LIMIT)]
+)
+
+
+@library
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@groups_and_limits
+def test_ragged_batches(dtype: torch.dtype, groups: int, limit: tuple[float, float]) -> None:
+    check_ragged_batch("cpu", dtype, groups, limit)
+
+
 @pytest.mark.parametrize("most_bytes", [2**30, 70_000, 1])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
-@pytest.mark.parametrize(("groups", "limit"), [(1, NO_LIMIT), (2, LIMITED), (6, NO_LIMIT)])
-def test_ragged_batches(
+@groups_and_limits
+def test_ragged_batches_read_in_pieces(
     device: str,
     dtype: torch.dtype,
     groups: int,
@@ -76,8 +114,15 @@ def test_ragged_batches(
     most_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one piece, in some and in one for each chunk."""
+    """Composed, in one piece, in some and in one for each chunk."""
+    monkeypatch.setattr(ssd, "_IN_LIBRARY", False)
     monkeypatch.setattr(ssd, "_MOST_PIECE_BYTES", {device: most_bytes})
+    check_ragged_batch(device, dtype, groups, limit)
+
+
+def check_ragged_batch(
+    device: str, dtype: torch.dtype, groups: int, limit: tuple[float, float]
+) -> None:
     given, state = case(groups=groups), state_of(ROWS, 20)
     y, new_state = ssd.ssd_scan_reference(*given, limit, CU_SEQLENS, state, SLOTS)
     held = state.float().to(device)
@@ -89,6 +134,145 @@ def test_ragged_batches(
     near(held, new_state, torch.float32)
     assert not got[305:370].any() and not got[501:].any(), "padding rows must be zero"
     same_bits(held[[0, 2, 4]], state[[0, 2, 4]].float())  # empty, free and free: untouched
+
+
+@pytest.mark.parametrize("states", [1, 16, 17, 64, 128])
+@pytest.mark.parametrize("width", [1, 8, 64])
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+def test_sizes(form: str, dtype: torch.dtype, width: int, states: int) -> None:
+    check_sizes(dtype, width, states, groups=3)
+
+
+@library
+@pytest.mark.parametrize(("width", "states"), [(70, 128), (130, 256), (37, 1024), (5, 4), (3, 3)])
+@pytest.mark.parametrize("half_state", [False, True])
+def test_heads_of_several_runs_of_rows(width: int, states: int, half_state: bool) -> None:
+    check_sizes(torch.float32, width, states, groups=1, half_state=half_state)
+
+
+def check_sizes(
+    dtype: torch.dtype, width: int, states: int, *, groups: int, half_state: bool = False
+) -> None:
+    given = case(40, groups=groups, width=width, states=states)
+    state = exact(4, HEADS, width, states, seed=20)
+    bounds, slots = int32(0, 1, 4, 39), int32(2, 0, 3)  # lengths 1, 3 and 35, and a tail
+    y, new_state = ssd.ssd_scan_reference(*given, LIMITED, bounds, state, slots)
+    held = state.to(torch.bfloat16 if half_state else torch.float32)
+    got = ops.ssd_scan(*served(given, "cpu", dtype), LIMITED, bounds, held, slots)
+    scale = float(y.abs().max())  # sums over the states of either sign
+    near(got / scale, y / scale, dtype)
+    scale = float(new_state.abs().max())
+    near(held / scale, new_state / scale, held.dtype)
+
+
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+def test_long_sequences(form: str, dtype: torch.dtype) -> None:
+    """Rounding does not add up, also where a state remembers for thousands of tokens."""
+    given, state = case(4000), state_of(1, 20)
+    y, new_state = ssd.ssd_scan_reference(*given, NO_LIMIT, int32(0, 4000), state, int32(0))
+    held = state.float()
+    args = served(given, "cpu", dtype)
+    got = ops.ssd_scan(*args, NO_LIMIT, int32(0, 4000), held, int32(0))
+    scale = float(y.abs().max())
+    close(got / scale, y / scale, dtype, factor=4)
+    scale = float(new_state.abs().max())
+    close(held / scale, new_state / scale, torch.float32, factor=4)
+
+
+@library
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+def test_rows_may_be_columns_of_a_product(dtype: torch.dtype) -> None:
+    """Of one matrix [tokens, x | dt | B | C], which begins at any element."""
+    plain = served(case(), "cpu", dtype)
+    flat = [plain[at].flatten(1) for at in (0, 1, 3, 4)]
+    widths = [one.shape[1] for one in flat]
+    room = torch.full((TOKENS, sum(widths) + 1), float("nan"), dtype=dtype)
+    room[:, 1:] = torch.cat(flat, dim=1)
+    x, dt, b, c = room[:, 1:].split(widths, dim=1)
+    shared = (2, STATES)
+    apart = [
+        *(x.unflatten(1, (HEADS, WIDTH)), dt, plain[2]),
+        *(b.unflatten(1, shared), c.unflatten(1, shared), *plain[5:7]),
+    ]
+    states = [state_of(ROWS, 20).float() for _ in range(4)]
+    same_bits(
+        ops.ssd_scan(*apart, LIMITED, CU_SEQLENS, states[0], SLOTS),
+        ops.ssd_scan(*plain, LIMITED, CU_SEQLENS, states[1], SLOTS),
+    )
+    first = slice(0, 5)
+    same_bits(
+        ops.ssd_step(*rows_of(apart, first), LIMITED, states[2], SLOTS),
+        ops.ssd_step(*rows_of(plain, first), LIMITED, states[3], SLOTS),
+    )
+    same_bits(states[0], states[1])
+    same_bits(states[2], states[3])
+
+
+@library
+def test_state_rows_may_be_apart() -> None:
+    """As those of one layer in a tensor of all; nothing beside them is written."""
+    given, plain = served(case(), "cpu", torch.float32), state_of(ROWS, 20).float()
+    room = torch.full((ROWS, 2, *plain.shape[1:]), 9.0)
+    room[:, 0] = plain
+    same_bits(
+        ops.ssd_scan(*given, LIMITED, CU_SEQLENS, room[:, 0], SLOTS),
+        ops.ssd_scan(*given, LIMITED, CU_SEQLENS, plain, SLOTS),
+    )
+    same_bits(room[:, 0], plain)
+    assert (room[:, 1] == 9.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_vectors_beside_inputs_of_two_bytes(form: str, dtype: torch.dtype) -> None:
+    """D and the bias of dt, in either type, are the same numbers."""
+    given = served(case(), "cpu", dtype)
+    mixed = [one.float() if at in (5, 6) else one for at, one in enumerate(given)]
+    states = [state_of(ROWS, 20).float() for _ in range(2)]
+    same_bits(
+        ops.ssd_scan(*mixed, LIMITED, CU_SEQLENS, states[0], SLOTS),
+        ops.ssd_scan(*given, LIMITED, CU_SEQLENS, states[1], SLOTS),
+    )
+    same_bits(states[0], states[1])
+
+
+@library
+@pytest.mark.parametrize("states", [5, 128])
+def test_bfloat16_states_are_rounded_once(states: int) -> None:
+    given = served(case(states=states), "cpu", torch.bfloat16)
+    narrow = exact(ROWS, HEADS, WIDTH, states, seed=20).bfloat16()
+    wide = narrow.float()
+    same_bits(
+        ops.ssd_scan(*given, LIMITED, CU_SEQLENS, narrow, SLOTS),
+        ops.ssd_scan(*given, LIMITED, CU_SEQLENS, wide, SLOTS),
+    )
+    same_bits(narrow, wide.bfloat16())
+    few, wide = rows_of(given, slice(0, 5)), narrow.float()
+    same_bits(ops.ssd_step(*few, LIMITED, narrow, SLOTS), ops.ssd_step(*few, LIMITED, wide, SLOTS))
+    same_bits(narrow, wide.bfloat16())
+
+
+def test_bfloat16_states(form: str) -> None:
+    given, state = case(), state_of(ROWS, 20)
+    y, new_state = ssd.ssd_scan_reference(*given, LIMITED, CU_SEQLENS, state, SLOTS)
+    held = state.bfloat16()
+    got = ops.ssd_scan(*served(given, "cpu", torch.float32), LIMITED, CU_SEQLENS, held, SLOTS)
+    near(got, y, torch.float32)
+    close(held, new_state, torch.bfloat16)
+
+
+def test_extreme_time_steps(form: str) -> None:
+    """softplus is exact to fp32 on both sides; a large decay leaves nothing of the state."""
+    given = case(40)
+    given[1][:] = torch.linspace(-80, 60, 40, dtype=torch.float64)[:, None]
+    given[2][2], given[2][3] = -1e5, -1e-6
+    inputs = [one.float().double() for one in given]
+    state = state_of(1, 20)
+    y, new_state = ssd.ssd_scan_reference(*inputs, NO_LIMIT, int32(0, 40), state, int32(0))
+    held = state.float()
+    args = served(inputs, "cpu", torch.float32)
+    got = ops.ssd_scan(*args, NO_LIMIT, int32(0, 40), held, int32(0))
+    near(got, y, torch.float32)
+    near(held, new_state, torch.float32)
 
 
 @pytest.mark.parametrize("lengths", [[128], [129], [1] * 40, [1, 300, 1, 1], [16, 17, 15]])
@@ -111,6 +295,7 @@ def test_pieces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(added.shape[1])
         return real(added, *others)
 
+    monkeypatch.setattr(ssd, "_IN_LIBRARY", False)
     monkeypatch.setattr(ssd, "_read_chunks", spy)
     chunk_bytes = 4 * (6 * HEADS * WIDTH * STATES + 4 * HEADS * 128 * (128 + WIDTH))
     monkeypatch.setattr(ssd, "_MOST_PIECE_BYTES", {"cpu": 2 * chunk_bytes + 1})
@@ -124,8 +309,10 @@ def test_pieces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @all_groups
-def test_a_step_is_a_scan_of_length_one(device: str, dtype: torch.dtype, groups: int) -> None:
-    slots = int32(-1, 4, 0, 11, 7, 3, -5, 2, 9, 12)  # the last one is no row
+def test_a_step_is_a_scan_of_length_one(
+    form: str, device: str, dtype: torch.dtype, groups: int
+) -> None:
+    slots = int32(-1, 4, 0, 11, 7, 3, -5, 2, 9, -12)
     batch = len(slots)
     given, state = case(batch, groups=groups), state_of(12, 4)
     bounds = torch.arange(batch + 1, dtype=torch.int32)
@@ -138,12 +325,27 @@ def test_a_step_is_a_scan_of_length_one(device: str, dtype: torch.dtype, groups:
     near(stepped, new_state, torch.float32)
     assert not got[[0, 6, 9]].any()
     same_bits(stepped[[1, 5, 6, 8, 10]], state[[1, 5, 6, 8, 10]].float())
-    near(ops.ssd_scan(*args, LIMITED, bounds.to(device), scanned, rows), y, dtype)
+    by_scan = ops.ssd_scan(*args, LIMITED, bounds.to(device), scanned, rows)
+    near(by_scan, y, dtype)
     near(scanned, stepped.cpu().double(), torch.float32)
+    if form == "library" and device == "cpu":
+        same_bits(by_scan, got)
+        same_bits(scanned, stepped)
+
+
+@pytest.mark.parametrize("slots", [(12, 12), (7, 6)])
+def test_the_composed_form_skips_slots_that_are_no_row(slots: tuple[int, ...]) -> None:
+    """In float64, too; the library's operators refuse them."""
+    state = state_of(6, 4)
+    before, rows = state.clone(), int32(*slots)
+    given = case(len(slots))
+    assert not ops.ssd_step(*given, LIMITED, state, rows).any()
+    assert not ops.ssd_scan(*given, LIMITED, int32(0, 1, 2), state, rows).any()
+    same_bits(state, before)
 
 
 @pytest.mark.parametrize("slots", [(-1, -1), ()])
-def test_nothing_is_written_without_a_sequence(slots: tuple[int, ...]) -> None:
+def test_nothing_is_written_without_a_sequence(form: str, slots: tuple[int, ...]) -> None:
     state = state_of(3, 4).float()
     before, rows = state.clone(), int32(*slots)
     given = served(case(len(slots)), "cpu", torch.float32)
@@ -151,10 +353,28 @@ def test_nothing_is_written_without_a_sequence(slots: tuple[int, ...]) -> None:
     given = served(case(9), "cpu", torch.float32)
     bounds = int32(*([0, 4, 9] if slots else [0]))
     assert not ops.ssd_scan(*given, LIMITED, bounds, state, rows).any()
+    none = served(case(0), "cpu", torch.float32)
+    assert ops.ssd_scan(*none, LIMITED, bounds * 0, state, rows).shape == (0, HEADS, WIDTH)
     same_bits(state, before)
 
 
-def test_values_that_are_not_finite_stay_in_their_sequence() -> None:
+@library
+def test_a_value_that_is_not_finite_changes_nothing_before_it() -> None:
+    """Nor in other heads, if it is in x or dt."""
+    given = served(case(150), "cpu", torch.float32)
+    states = [state_of(1, 9).float() for _ in range(3)]
+    clean = ops.ssd_scan(*given, LIMITED, int32(0, 150), states[0], int32(0))
+    for at, state in ((0, states[1]), (1, states[2])):
+        bad = [one.clone() for one in given]
+        bad[at][71, 4] = torch.nan
+        got = ops.ssd_scan(*bad, LIMITED, int32(0, 150), state, int32(0))
+        assert got[71:, 4].isnan().all() and state[0, 4].isnan().all()
+        got[71:, 4], state[0, 4] = clean[71:, 4], states[0][0, 4]
+        same_bits(got, clean)
+        same_bits(state, states[0])
+
+
+def test_values_that_are_not_finite_stay_in_their_sequence(form: str) -> None:
     """Of a state, of a sequence's tokens, and of padding."""
     given, state = case(60), state_of(4, 9)
     bounds, slots = int32(0, 20, 40, 50), int32(2, 0, -1)
@@ -185,8 +405,61 @@ def test_values_that_are_not_finite_stay_in_their_sequence() -> None:
     same_bits(stepped, before)
 
 
+@library
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("states", [5, 128])
+def test_no_split_at_blocks_changes_a_bit(dtype: torch.dtype, states: int) -> None:
+    """Of 16 tokens, which divide those at which the engine cuts prompts."""
+    given = served(case(300, states=states), "cpu", dtype)
+    start = exact(1, HEADS, WIDTH, states, seed=9).float()
+
+    def read(cuts: list[int]) -> tuple[Tensor, Tensor]:
+        state, results = start.clone(), []
+        for edge in itertools.pairwise([0, *cuts, 300]):
+            bounds = int32(0, edge[1] - edge[0])
+            args = rows_of(given, slice(*edge))
+            results.append(ops.ssd_scan(*args, LIMITED, bounds, state, int32(0)))
+        return torch.cat(results), state
+
+    y, state = read([])
+    for cuts in ([16], [128], [128, 256], [16, 32, 112], [*range(16, 300, 16)]):
+        other, last = read(cuts)
+        same_bits(other, y)
+        same_bits(last, state)
+
+
+@library
+@pytest.mark.parametrize("width", [3, 100])
+def test_a_sequence_has_the_same_bits_in_every_company(
+    threads: Callable[[int], None], width: int
+) -> None:
+    lengths, slots = [1, 0, 200, 7, 64, 3], int32(8, 0, 3, -1, 2, 5)
+    bounds = int32(0, *torch.tensor(lengths).cumsum(0).tolist())
+    given = served(case(sum(lengths), width=width, states=64), "cpu", torch.float32)
+    start = exact(9, HEADS, width, 64, seed=9).float()
+    first = rows_of(given, slice(0, 6))
+    for count in (1, 2, 3):
+        threads(count)
+        state, stepped = start.clone(), start.clone()
+        got = ops.ssd_scan(*given, LIMITED, bounds, state, slots)
+        y = ops.ssd_step(*first, LIMITED, stepped, slots)
+        threads(1)
+        for s, (length, slot) in enumerate(zip(lengths, slots.tolist(), strict=True)):
+            part = slice(int(bounds[s]), int(bounds[s]) + length)
+            if slot < 0:
+                assert not got[part].any() and not y[s].any()
+                continue
+            alone, once = start[slot].clone()[None], start[slot].clone()[None]
+            own = rows_of(given, part)
+            same_bits(got[part], ops.ssd_scan(*own, LIMITED, int32(0, length), alone, int32(0)))
+            same_bits(state[slot], alone[0])
+            own = rows_of(given, slice(s, s + 1))
+            same_bits(y[s : s + 1], ops.ssd_step(*own, LIMITED, once, int32(0)))
+            same_bits(stepped[slot], once[0])
+
+
 @all_groups
-def test_a_split_sequence_is_the_whole(groups: int) -> None:
+def test_a_split_sequence_is_the_whole(form: str, groups: int) -> None:
     given, state = case(150, groups=groups), state_of(1, 9)
     y, new_state = ssd.ssd_scan_reference(*given, NO_LIMIT, int32(0, 150), state, int32(0))
     for at in (1, 2, 17, 128, 149):
@@ -236,7 +509,7 @@ def test_training_passes_states_from_chunk_to_chunk() -> None:
     close(got[0], y, torch.float64, factor=10)
 
 
-def test_the_host_reads_no_value_of_a_tensor() -> None:
+def test_the_host_reads_no_value_of_a_tensor(form: str) -> None:
     """Fake tensors have none, so reading one raises; a CUDA graph could not be captured."""
     with FakeTensorMode():
         state = torch.empty(ROWS, HEADS, WIDTH, STATES)
