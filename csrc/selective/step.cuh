@@ -13,6 +13,91 @@
 namespace minserve {
 namespace cuda {
 
+// What the lanes of a warp have of the states of a row, from channel `first` on. kWhole: all lanes
+// have all their states, and A and the states lie aligned for whole accesses.
+template <class State, int kStates, int kLanes, int kUnits, bool kWhole>
+class StepLanes {
+ public:
+  static constexpr int kWarpChannels = kWarpLanes / kLanes;
+
+  __device__ __forceinline__ StepLanes(const SelectiveArgs& args, int first)
+      : channels_(static_cast<int>(args.layout.channels)),
+        states_(kWhole ? kStates * kLanes : args.states),
+        channel_(first + lane() % kWarpChannels),
+        place_(channel_ * states_ + group() * kStates) {}
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpLanes; }
+  __device__ __forceinline__ static int group() { return lane() / kWarpChannels; }
+  __device__ __forceinline__ static int first_state() { return group() * kStates; }
+  // Of unit u a lane has states of channel_ + u * kWarpChannels; of own() it has the rest.
+  __device__ __forceinline__ int own() const {
+    return channel_ + value_of_group<kUnits>(group()) * kWarpChannels;
+  }
+  __device__ __forceinline__ bool owns() const { return own() < channels_; }
+  // Where units are fewer than groups, several lanes have the same channel for their own.
+  __device__ __forceinline__ bool writes() const { return owns() && group() < kUnits; }
+
+  __device__ __forceinline__ void load_rates(const SelectiveArgs& args) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      load_states<kWhole>(args.A + place_of(u), states_of(u), a_[u]);
+    }
+  }
+  // The states of a row; of one that is padding zeros, which are not stored.
+  __device__ __forceinline__ void load(const SelectiveArgs& args, std::int64_t slot) {
+    real_ = slot >= 0 && slot < args.layout.num_slots;
+    row_ = static_cast<State*>(args.state) + (real_ ? slot * args.slot_stride : 0);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      load_states<kWhole>(row_ + place_of(u), real_ ? states_of(u) : 0, h_[u]);
+    }
+  }
+  __device__ __forceinline__ bool real() const { return real_; }
+
+  // The step, from what each lane knows of its own channel and of its states; C h of its own
+  // channel. Padding is computed too and then dropped: were the inputs of no use to it, the
+  // compiler would not read them before it knew.
+  __device__ __forceinline__ float advance(float own_decay, float own_write,
+                                           const float (&b)[kStates], const float (&c)[kStates]) {
+    float sums[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      float decay = own_decay, write = own_write;
+      if constexpr (kUnits > 1) {
+        const int owner = value_of_group<kUnits>(u) * kWarpChannels + lane() % kWarpChannels;
+        decay = __shfl_sync(kWholeWarp, own_decay, owner);
+        write = __shfl_sync(kWholeWarp, own_write, owner);
+      }
+#pragma unroll
+      for (int n = 0; n < kStates; ++n) {
+        h_[u][n] = cuda::advance(h_[u][n], decay, a_[u][n], write, b[n]);
+      }
+      sums[u] = sum_of_states(c, h_[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      store_states<kWhole>(row_ + place_of(u), real_ ? states_of(u) : 0, h_[u]);
+    }
+    return sum_over_lanes<kLanes>(sums);
+  }
+
+ private:
+  __device__ __forceinline__ std::int64_t states_of(int u) const {
+    return channel_ + u * kWarpChannels < channels_ ? states_ - group() * kStates : 0;
+  }
+  __device__ __forceinline__ std::int64_t place_of(int u) const {
+    return place_ + u * kWarpChannels * states_;
+  }
+
+  const int channels_;
+  const std::int64_t states_;  // of a channel
+  const int channel_;
+  const std::int64_t place_;
+  State* row_;
+  bool real_;
+  float a_[kUnits][kStates], h_[kUnits][kStates];
+};
+
 // What a lane reads of a row besides states: x, dt and z of its own channel, B and C of its states.
 template <class T, int kStates, int kVec>
 struct StepInputs {
@@ -38,92 +123,57 @@ struct StepInputs {
       c[n / kVec].load(at(args.C, first_state + n));
     }
   }
+  __device__ __forceinline__ void numbers(float (&of_b)[kStates], float (&of_c)[kStates]) const {
+#pragma unroll
+    for (int n = 0; n < kStates; ++n) {
+      of_b[n] = b[n / kVec][n % kVec], of_c[n] = c[n / kVec][n % kVec];
+    }
+  }
 };
 
-// kWhole: all lanes have all their states, and B, C, A and the states lie aligned for whole
-// accesses.
+// The row's output, of the lanes that write it.
+template <class T>
+__device__ __forceinline__ void write_output(const SelectiveArgs& args, std::int64_t row, int own,
+                                             float y, bool real) {
+  from_lane(static_cast<T*>(args.y.data) + row * args.y.stride + own, real ? y : 0.0f);
+}
+
+// kWhole: B and C lie aligned for whole accesses, too.
 template <class T, class State, int kStates, int kLanes, int kUnits, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 6)
     selective_step_kernel(const __grid_constant__ SelectiveArgs args, const int rows) {
-  constexpr int kWarpChannels = kWarpLanes / kLanes;
-  using Inputs = StepInputs<T, kStates, kWhole ? kStates : 1>;
+  using Lanes = StepLanes<State, kStates, kLanes, kUnits, kWhole>;
   const Layout& lay = args.layout;
-  const std::int64_t states = kWhole ? kStates * kLanes : args.states;
-  const int channels = static_cast<int>(lay.channels);
-  const int lane = threadIdx.x % kWarpLanes, group = lane / kWarpChannels;
-  const int first = static_cast<int>(thread_of_group() / kWarpLanes) * (kUnits * kWarpChannels);
+  const int first =
+      static_cast<int>(thread_of_group() / kWarpLanes) * kUnits * Lanes::kWarpChannels;
   std::int64_t row = row_group() * rows;
   pdl_launch_dependents();
   wait_for_previous_kernel();
-  if (first >= channels || row >= lay.tokens) return;
+  if (first >= lay.channels || row >= lay.tokens) return;
   const std::int64_t last = row + rows < lay.tokens ? row + rows : lay.tokens;
 
-  // Of unit u this lane has states of `channel` + u * kWarpChannels; of `own` it has the rest.
-  const int channel = first + lane % kWarpChannels;
-  const int own = channel + value_of_group<kUnits>(group) * kWarpChannels;
-  const bool owns = own < channels;
-  const std::int64_t place = channel * states + group * kStates;
-  const auto states_of = [&](int u) {
-    return channel + u * kWarpChannels < channels ? states - group * kStates : 0;
-  };
+  Lanes lanes(args, first);
+  const int own = lanes.own();
   // A row's inputs are on their way while the row before is computed.
-  Inputs next;
-  next.load(args, row, own, owns, group * kStates);
-  float a[kUnits][kStates];
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) {
-    load_states<kWhole>(args.A + place + u * kWarpChannels * states, states_of(u), a[u]);
-  }
+  StepInputs<T, kStates, kWhole ? kStates : 1> next;
+  next.load(args, row, own, lanes.owns(), Lanes::first_state());
+  lanes.load_rates(args);
   float bias = 0.0f, skip = 0.0f;
-  if (owns) {
+  if (lanes.owns()) {
     bias = channel_number(args.dt_bias, own, T{});
     skip = channel_number(args.D, own, T{});
   }
 #pragma unroll 1
   for (; row < last; ++row) {
-    const Inputs in = next;
-    const bool real = in.slot >= 0 && in.slot < lay.num_slots;
-    State* const state =
-        static_cast<State*>(args.state) + (real ? in.slot * args.slot_stride : 0) + place;
-    float h[kUnits][kStates];
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      load_states<kWhole>(state + u * kWarpChannels * states, real ? states_of(u) : 0, h[u]);
-    }
-    if (row + 1 < last) next.load(args, row + 1, own, owns, group * kStates);
-    // Padding is computed too and then dropped: were the inputs of no use to it, the compiler
-    // would not read them before it knew.
+    const auto in = next;
+    lanes.load(args, in.slot);
+    if (row + 1 < last) next.load(args, row + 1, own, lanes.owns(), Lanes::first_state());
     const float delta = softplus(in.dt[0] + bias);
-    const float own_decay = decay_of(delta), own_write = delta * in.x[0];
-    const auto number = [](const auto& numbers, int n) {
-      return numbers[kWhole ? 0 : n][kWhole ? n : 0];
-    };
-    float c[kStates], sums[kUnits];
-#pragma unroll
-    for (int n = 0; n < kStates; ++n) c[n] = number(in.c, n);
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      float decay = own_decay, write = own_write;
-      if constexpr (kUnits > 1) {
-        const int owner = value_of_group<kUnits>(u) * kWarpChannels + lane % kWarpChannels;
-        decay = __shfl_sync(kWholeWarp, own_decay, owner);
-        write = __shfl_sync(kWholeWarp, own_write, owner);
-      }
-#pragma unroll
-      for (int n = 0; n < kStates; ++n) {
-        h[u][n] = advance(h[u][n], decay, a[u][n], write, number(in.b, n));
-      }
-      sums[u] = sum_of_states(c, h[u]);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      store_states<kWhole>(state + u * kWarpChannels * states, real ? states_of(u) : 0, h[u]);
-    }
-    float y = fmadd(skip, in.x[0], sum_over_lanes<kLanes>(sums));
+    float b[kStates], c[kStates];
+    in.numbers(b, c);
+    float y = fmadd(skip, in.x[0], lanes.advance(decay_of(delta), delta * in.x[0], b, c));
     if (args.z.data) y *= silu(in.z[0]);
-    if (owns && group < kUnits) {
-      from_lane(static_cast<T*>(args.y.data) + row * args.y.stride + own, real ? y : 0.0f);
-    }
+    if (lanes.writes()) write_output<T>(args, row, own, y, lanes.real());
   }
 }
 
