@@ -54,9 +54,9 @@ MS_CELL void time_steps(const SsdArgs& args, const Head& head, std::int64_t inde
   }
 }
 
-template <class T>
+template <class T, class S>
 MS_CELL void read_token(const float* B, const float* C, const float* x, std::int64_t rows,
-                        std::int64_t states, float kept, float dt, float D, float* h, T* y) {
+                        std::int64_t states, float kept, float dt, float D, S* h, T* y) {
   const VF step = all_lanes(dt), d = all_lanes(D);
   std::int64_t p = 0;
   for (; p + kWidth <= rows; p += kWidth) {
@@ -72,10 +72,10 @@ MS_CELL void read_token(const float* B, const float* C, const float* x, std::int
   }
 }
 
-// All tokens of a sequence; h: the run's states.
-template <class T>
+// All tokens of a sequence; h: the run's states, of floats unless there is only one token.
+template <class T, class S>
 void read_sequence(const SsdArgs& args, const Run& run, std::int64_t begin, std::int64_t end,
-                   float* h) {
+                   S* h) {
   alignas(64) float room_b[kBlock * kMostSsdStates], room_c[kBlock * kMostSsdStates];
   alignas(64) float room_x[kBlock * kMostSsdRows];
   alignas(64) float dt[kBlock], log[kBlock];
@@ -96,7 +96,7 @@ void read_sequence(const SsdArgs& args, const Run& run, std::int64_t begin, std:
     if (count == 1) {
       const float kept = exp2_of(all_lanes(log[0]))[0];
       read_token(block.B[0], block.C[0], x[0], rows, states, kept, dt[0], head.d, h, y);
-    } else {
+    } else if constexpr (sizeof(S) == sizeof(float)) {
       weigh(block, dt, log, states);
       read_block<T>(block, x, head.d, rows, states, h, y, args.y.stride);
     }
@@ -123,8 +123,9 @@ void read_run(const SsdArgs& args, const Run& run, std::int64_t s) {
   if (!args.half_state) {
     return read_sequence<T>(args, run, begin, end, static_cast<float*>(args.state) + at);
   }
-  alignas(64) float wide[kSsdRunStates];
   bf16* const h = static_cast<bf16*>(args.state) + at;
+  if (end - begin == 1) return read_sequence<T>(args, run, begin, end, h);
+  alignas(64) float wide[kSsdRunStates];
   copy_states(h, wide, run.rows * args.states);
   read_sequence<T>(args, run, begin, end, wide);
   copy_states(wide, h, run.rows * args.states);

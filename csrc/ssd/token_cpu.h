@@ -13,12 +13,12 @@ MS_CELL VF all_lanes(float x) {
 }
 
 // h <- kept h + added[row] B of kRows rows; sums[row] += the products of B's neighbour C and h.
-template <int kRows, class L>
-MS_CELL void advance(float* h, std::int64_t states, VF kept, const VF (&added)[kRows], VF b, VF c,
+template <int kRows, class S, class L>
+MS_CELL void advance(S* h, std::int64_t states, VF kept, const VF (&added)[kRows], VF b, VF c,
                      VF (&sums)[kRows], L lanes) {
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-    float* const at = h + r * states;
+    S* const at = h + r * states;
     __builtin_prefetch(at + 2 * kQuad * states, 1);  // a step reads states once, row after row
     const VF after = fmadd(kept, load<VF>(at, lanes), added[r] * b);
     store(at, after, lanes);
@@ -27,8 +27,8 @@ MS_CELL void advance(float* h, std::int64_t states, VF kept, const VF (&added)[k
 }
 
 // The same for all states of the rows; the sums begin with zero.
-template <int kRows>
-MS_CELL void advance_rows(float* h, const float* B, const float* C, std::int64_t states, float kept,
+template <int kRows, class S>
+MS_CELL void advance_rows(S* h, const float* B, const float* C, std::int64_t states, float kept,
                           const float* added, VF* sums_of) {
   const VF left = all_lanes(kept);
   VF add[kRows], sums[kRows] = {};
@@ -47,8 +47,10 @@ MS_CELL void advance_rows(float* h, const float* B, const float* C, std::int64_t
   for (int r = 0; r < kRows; ++r) sums_of[r] = sums[r];
 }
 
-// h <- kept h + added B^T, y = h C, of up to kWidth rows; returns their y. h: [rows, states].
-MS_CELL VF advance_token(float* h, const float* B, const float* C, std::int64_t states, float kept,
+// h <- kept h + added B^T, y = h C, of up to kWidth rows; returns their y. h: [rows, states], of
+// floats or of bfloat16, which is rounded behind y.
+template <class S>
+MS_CELL VF advance_token(S* h, const float* B, const float* C, std::int64_t states, float kept,
                          VF added, int rows) {
   alignas(64) float add[kWidth];
   store(add, added, Full{});
