@@ -165,6 +165,11 @@ def check_sizes(
     near(held / scale, new_state / scale, held.dtype)
 
 
+def test_more_states_than_the_library_takes() -> None:
+    """They are composed."""
+    check_sizes(torch.float32, 2, ssd._MOST_STATES + 1, groups=1)
+
+
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 def test_long_sequences(form: str, dtype: torch.dtype) -> None:
     """Rounding does not add up, also where a state remembers for thousands of tokens."""
