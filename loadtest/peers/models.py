@@ -117,7 +117,7 @@ class Fla:
 
 
 class Mamba:
-    """The same weights in mamba_ssm on a GPU and llama.cpp on a CPU; without them transformers."""
+    """mamba_ssm on a GPU, llama.cpp on a CPU, without them transformers, with the same weights."""
 
     decodes = True
 
