@@ -1,6 +1,6 @@
 """The packed CPU model against the machine's limits and torch.compile.
 
-    python -m loadtest.cpu_lm --threads 2 --models 113M hgrn-113M --weights bfloat16 int8
+    python -m loadtest.cpu_lm --threads 2 --models 113M hgrn-113M mamba-130M --weights bfloat16 int8
 
 Prints tokens/s of whole decode steps (no sampling) and of prefills, for float32, bfloat16 and int8
 weights. Beside each stands its share of what the machine gives in the same run: bytes of weights
@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from engine import device
@@ -28,6 +28,8 @@ from engine.models import registry
 from engine.models.backends.cpu import CpuBackend
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.language_model import LanguageModel
+from engine.models.loader import quantize_model
+from engine.models.mamba.config import MambaConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
@@ -54,21 +56,19 @@ MODELS: dict[str, ModelConfig] = {
         mlp_hidden=2176,
         tie_embeddings=True,
     ),
+    # of the shape of state-spaces/mamba-130m
+    "mamba-130M": MambaConfig(
+        cell="mamba",
+        vocab_size=50280,
+        d_model=768,
+        n_layers=24,
+        inner=1536,
+        state_size=16,
+        dt_rank=48,
+        tie_embeddings=True,
+    ),
 }
 KINDS = ("bfloat16", "float32", "int8")  # int8 weights with bfloat16 activations
-
-
-class _Int8(nn.Module):
-    """A matrix in int8 with one scale per row; only for packing."""
-
-    def __init__(self, module: nn.Linear | nn.Embedding) -> None:
-        super().__init__()
-        weight = module.weight.detach().float()
-        scale = weight.abs().amax(1) / 127
-        values = (weight / scale[:, None]).round().to(torch.int8)
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.register_buffer("scale", scale)
-        self.bias = getattr(module, "bias", None)
 
 
 def build(size: str, kind: str) -> LanguageModel:
@@ -77,12 +77,7 @@ def build(size: str, kind: str) -> LanguageModel:
     model = registry.build(MODELS[size]).eval()
     if kind != "float32":
         model = model.bfloat16()
-    if kind == "int8":
-        for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear | nn.Embedding):
-                parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, _Int8(module))
-    return model
+    return quantize_model(model, "int8") if kind == "int8" else model
 
 
 _BEST = False  # the quickest call counts, not the median

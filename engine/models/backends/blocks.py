@@ -381,8 +381,6 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
 def _selective_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
     if config.cell not in support.cells:
         return _other_cell(config.cell, support)
-    if any(spec.dtype != "F32" for spec in config.state):
-        return "states are bfloat16"
     blocks = compile_selective(program)
     norms = [program.norm, *(block.norm for block in blocks)]
     return _unlike([_selective_shape(block) for block in blocks], norms, config.norm_eps)
