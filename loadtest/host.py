@@ -41,6 +41,7 @@ from engine.protocol.requests import Request, Shutdown, ToEngine
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.scheduler import decode_scheduler
+from engine.slot_choice import SHARE_SLOTS
 from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
 from loadtest.report import command_line, median, print_environment, print_table, save_json
 
@@ -122,6 +123,7 @@ class MockRunner:
             device="cpu",
             dtype="float32",
             max_slots=slots,
+            share_slots=SHARE_SLOTS,
             max_step_tokens=1 << 20,
             host_state_bytes=host_bytes,
         )

@@ -366,10 +366,13 @@ def fingerprint(folder: Path, state_dtype: str = "auto") -> str:
         except OSError as error:
             raise unreadable(path, error) from error
         total.update(f"{path.name} {part.hexdigest()}\n".encode())
-    config = load_config(folder)
-    if config.with_state_dtype(state_dtype) != config:
+    if state_dtype != "auto" and not _is_own_state_dtype(load_config(folder), state_dtype):
         total.update(f"states {state_dtype}\n".encode())
     return total.hexdigest()
+
+
+def _is_own_state_dtype(config: ModelConfig, state_dtype: str) -> bool:
+    return config.with_state_dtype(state_dtype) == config
 
 
 def _dtypes(model: LanguageModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

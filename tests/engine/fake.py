@@ -35,6 +35,7 @@ from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_rep
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.protocol.token_ids import unpack_ids
+from engine.slot_choice import SHARE_SLOTS, SLOTS
 from engine.state_spec import StateSpec
 from engine.step_plan import (
     INITIAL,
@@ -445,8 +446,8 @@ class FakeRunner:
 
 def _runner(config: EngineConfig, **options: Any) -> FakeRunner:
     return FakeRunner(
-        slots=config.max_slots,
-        share_slots=config.share_slots,
+        slots=config.max_slots or SLOTS,
+        share_slots=SHARE_SLOTS if config.share_slots is None else config.share_slots,
         max_step_tokens=config.max_step_tokens or 256,
         max_waiting=config.max_waiting,
         engines=config.engines,
