@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from engine.engine import Engine
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.protocol.token_ids import pack_ids
+from engine.slot_choice import SLOTS
 from engine.structured_output.compiler import compile_grammar, load_tokens
 from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.matchers import GrammarMatchers
@@ -311,9 +312,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with subject(options.model, "mingru", device, "bfloat16") as one:
         if one.size is not None and one.config.vocab_size == options.vocab_size:
             (one.folder / "tokenizer.json").write_bytes(tokenizer)
-        config = EngineConfig(model=str(one.folder), device=options.device, threads=options.threads)
-        if config.max_slots < options.streams:
-            config = replace(config, max_slots=options.streams)
+        config = EngineConfig(
+            model=str(one.folder),
+            device=options.device,
+            threads=options.threads,
+            max_slots=max(options.streams, SLOTS),
+        )
         engine, kinds = Engine.load(config), kinds_for(one.folder)
     served = measure_engine(engine, kinds, options.streams, options.tokens)
     print_table(
