@@ -41,17 +41,17 @@ def with_slots(
         free -= config.host_state_bytes or 0
     # one row more is always initial
     rows = max(int(free * _MOST_OF_FREE[device.type]) // state_bytes - 1, 0)
-    wanted = (slots or SLOTS) + (SHARE_SLOTS if share is None else share)
-    if wanted <= rows:
-        slots, share = slots or SLOTS, SHARE_SLOTS if share is None else share
-    elif slots is not None:
-        share = max(rows - slots, 0)
+    if slots is None and share is None:
+        both = min(SLOTS + SHARE_SLOTS, rows)
+        share = both * SHARE_SLOTS // (SLOTS + SHARE_SLOTS)
+        slots = max(both - share, 1)
     elif share is not None:
-        slots = max(rows - share, 1)
-    else:
-        share = rows * SHARE_SLOTS // (SLOTS + SHARE_SLOTS)
-        slots = max(rows - share, 1)
-    if slots + share < wanted:
+        slots = min(SLOTS, max(rows - share, 1))
+    elif slots is not None:
+        share = min(SHARE_SLOTS, max(rows - slots, 0))
+    assert slots is not None and share is not None
+    fewer_slots = config.max_slots is None and slots < SLOTS
+    if fewer_slots or (config.share_slots is None and share < SHARE_SLOTS):
         log.warning(
             "max_slots is %d and share_slots %d: more states of %s bytes may not fit in the %s "
             "bytes that %s has free",

@@ -12,21 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.models.hgrn.lm import HgrnLM
-from engine.models.registry import family_of
-
-
-def published_state_dict(model: HgrnLM) -> dict[str, Tensor]:
-    """Return the model's weights under the names of the package, as views of them."""
-    weights, found = model.state_dict(), {}
-    config = model.config
-    # the form in which gate and up of an MLP are tensors of their own
-    stored = {f"model.layers.{n}.mlp.up_proj.weight": () for n in range(config.n_layers)}
-    for name, parts in family_of(config).published_weights(config, stored).tensors.items():
-        rows = weights[name].split([part.shape[0] for part in parts])
-        found.update(
-            {part.name: row.view(part.shape) for part, row in zip(parts, rows, strict=True)}
-        )
-    return found
+from loadtest.peers.published import published_state_dict
 
 
 class FlaModel:
@@ -52,9 +38,9 @@ class FlaModel:
         weight = model.norm.weight
         with torch.device("meta"):
             made = HGRNForCausalLM(theirs)
-        weights = published_state_dict(model)
-        if config.tie_embeddings:
-            weights["lm_head.weight"] = weights["model.embeddings.weight"]
+        # the form in which gate and up of an MLP are tensors of their own
+        apart = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(config.n_layers)]
+        weights = published_state_dict(model, apart, "model.embeddings.weight")
         made.load_state_dict(weights, strict=True, assign=True)
         self._model: Any = made.to(weight.dtype).to(weight.device).eval()
 

@@ -14,31 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.models.mamba.lm import MambaLM
+from loadtest.peers.published import published_state_dict
 
 WARM_UP_STEPS = 2
-
-
-def published_state_dict(model: MambaLM) -> dict[str, Tensor]:
-    """Return the model's weights under the names of the package, as views of them."""
-    weights, found = model.state_dict(), {}
-    for name, tensor in weights.items():
-        if not name.startswith("layers."):
-            continue
-        number, rest = name.removeprefix("layers.").split(".", 1)
-        prefix = f"backbone.layers.{number}"
-        if rest == "norm.weight":
-            found[f"{prefix}.norm.weight"] = tensor
-        elif rest == "conv":
-            found[f"{prefix}.mixer.conv1d.weight"] = tensor.unsqueeze(1)
-        elif rest == "conv_bias":
-            found[f"{prefix}.mixer.conv1d.bias"] = tensor
-        else:
-            found[f"{prefix}.mixer.{rest}"] = tensor
-    found["backbone.embedding.weight"] = weights["embedding.weight"]
-    found["backbone.norm_f.weight"] = weights["norm.weight"]
-    head = "embedding.weight" if model.config.tie_embeddings else "head.weight"
-    found["lm_head.weight"] = weights[head]
-    return found
 
 
 class MambaSsm:
@@ -73,7 +51,8 @@ class MambaSsm:
             tie_embeddings=config.tie_embeddings,
         )
         made = MambaLMHeadModel(theirs, device=weight.device, dtype=weight.dtype)
-        made.load_state_dict(published_state_dict(model), strict=True)
+        embedding = "backbone.embedding.weight"  # in the singular, unlike that of transformers
+        made.load_state_dict(published_state_dict(model, [embedding], embedding), strict=True)
         self._model: Any = made.eval()
         self._dtype = weight.dtype
 

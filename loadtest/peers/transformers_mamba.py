@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.models.mamba.lm import MambaLM
-from loadtest.peers.mamba_ssm import published_state_dict
+from loadtest.peers.published import published_state_dict
 
 
 class TransformersMamba:
@@ -41,8 +41,7 @@ class TransformersMamba:
             time_step_rank=config.dt_rank,
             tie_word_embeddings=config.tie_embeddings,
         )
-        weights = published_state_dict(model)
-        weights["backbone.embeddings.weight"] = weights.pop("backbone.embedding.weight")
+        weights = published_state_dict(model, embedding="backbone.embeddings.weight")
         with torch.device("meta"):
             made: Any = MambaForCausalLM(theirs)
         made.load_state_dict(weights, strict=True, assign=True)
