@@ -206,6 +206,8 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "normed_swiglu_(Tensor(a!) x, float eps, Tensor y, Tensor? bias=None, Tensor? ahead=None) -> "
       "Tensor");
+  // x += y, then x / norm * weight in bfloat16; x is float32 or bfloat16
+  m.def("added_rms_norm_(Tensor(a!) x, Tensor? y, float eps, Tensor weight) -> Tensor");
   // h / norm(h) * weight * silu(gate); rows of gate may lie apart
   m.def("gated_rms_norm(Tensor h, Tensor gate, Tensor? weight, float eps) -> Tensor");
   // y [rows, gate | up] -> silu(gate) * up
@@ -274,6 +276,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&minserve::rms_norm));
   m.impl("normed_gelu_", TORCH_BOX(&minserve::normed_gelu));
   m.impl("normed_swiglu_", TORCH_BOX(&minserve::normed_swiglu));
+  m.impl("added_rms_norm_", TORCH_BOX(&minserve::added_rms_norm));
   m.impl("gated_rms_norm", TORCH_BOX(&minserve::gated_rms_norm));
   m.impl("swiglu", TORCH_BOX(&minserve::swiglu));
   m.impl("normed_step_", TORCH_BOX(&minserve::normed_step));

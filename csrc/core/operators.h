@@ -124,6 +124,7 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
                    const MaybeTensor& lower_bound, const MaybeTensor& norm_weight);
 Tensor normed_swiglu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                      const MaybeTensor& ahead);
+Tensor added_rms_norm(const Tensor& x, const MaybeTensor& y, double eps, const Tensor& weight);
 Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps);
 Tensor swiglu(const Tensor& y);
 Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);

@@ -45,6 +45,16 @@ struct GatedNormArgs {
   void* out = nullptr;           // [rows, channels]
 };
 
+// x += y, then out = x / norm(x) * weight.
+struct AddedNormArgs {
+  std::int64_t rows = 0, width = 0;
+  float eps = 0.0f;
+  void* x = nullptr;             // [rows, width], fp32 or bf16
+  const bf16* y = nullptr;       // [rows, width], or null
+  const bf16* weight = nullptr;  // [width]
+  bf16* out = nullptr;           // [rows, width]
+};
+
 // silu(gate) * up, of one dtype.
 struct SwigluArgs {
   std::int64_t rows = 0, channels = 0;  // of the output
@@ -68,6 +78,8 @@ void normed_swiglu(const NormedArgs& args, int device, void* stream);
 
 void gated_rms_norm(const GatedNormArgs& args, Dtype dtype, int device, void* stream);
 void swiglu(const SwigluArgs& args, Dtype dtype, int device, void* stream);
+// x has this dtype, fp32 or bf16.
+void added_rms_norm(const AddedNormArgs& args, Dtype dtype, int device, void* stream);
 
 // A cell's step from y / norm + bias.
 void normed_step(const NormedArgs& args, CellKind cell, int device, void* stream);

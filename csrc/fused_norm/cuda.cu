@@ -1,6 +1,7 @@
 // The launches of the kernels between two library products.
 #include "../core/launch.cuh"
 #include "../cells/dispatch.h"
+#include "added.cuh"
 #include "gated.cuh"
 #include "kernel.cuh"
 
@@ -94,6 +95,16 @@ void swiglu(const SwigluArgs& args, Dtype dtype, int device, void* stream) {
     launch_early<&swiglu_kernel<decltype(type)>>(grid, static_cast<cudaStream_t>(stream), "swiglu",
                                                  args);
   });
+}
+
+void added_rms_norm(const AddedNormArgs& args, Dtype dtype, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  const Grid grid = grid_of_rows(args.rows, threads_of(args.width));
+  if (dtype == Dtype::f32) {
+    return launch_early<&added_rms_norm_kernel<float>>(grid, on, "added rms norm", args);
+  }
+  launch_early<&added_rms_norm_kernel<bf16>>(grid, on, "added rms norm", args);
 }
 
 void normed_step(const NormedArgs& args, CellKind cell, int device, void* stream) {

@@ -77,6 +77,33 @@ Tensor normed_swiglu(const Tensor& x, double eps, const Tensor& y, const MaybeTe
   return out;
 }
 
+Tensor added_rms_norm(const Tensor& x, const MaybeTensor& y, double eps, const Tensor& weight) {
+  const Check check("added_rms_norm_", x, "x");
+  const Dtype dtype = check.dtype(false);
+  check.require(dtype != Dtype::f16, "x must be float32 or bfloat16, got ", describe(x));
+  check.tensor(x, "x", x.scalar_type(), {-1, -1}, "[rows, width]");
+  check_vectors(check, x, "x");
+  AddedNormArgs args;
+  args.rows = x.size(0);
+  args.width = x.size(1);
+  check.require(args.width > 0, "rows must not be empty, got ", describe(x));
+  args.eps = static_cast<float>(eps);
+  args.x = x.mutable_data_ptr();
+  if (y) {
+    check.tensor(*y, "y", ScalarType::BFloat16, {args.rows, args.width}, "[rows, width]");
+    check_vectors(check, *y, "y");
+    check.require(!overlap(x, *y), "x is changed in place, so it must not share memory with y");
+    args.y = static_cast<const bf16*>(y->const_data_ptr());
+  }
+  args.weight = vector(check, weight, "weight", args.width);
+  const Tensor out = torch::stable::new_empty(x, {args.rows, args.width}, ScalarType::BFloat16);
+  args.out = static_cast<bf16*>(out.mutable_data_ptr());
+  if (args.rows > 0) {
+    cuda::added_rms_norm(args, dtype, x.get_device_index(), current_stream(x));
+  }
+  return out;
+}
+
 Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps) {
   const Check check("gated_rms_norm", h, "h");
   const Dtype dtype = check.dtype(false);

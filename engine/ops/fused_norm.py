@@ -9,7 +9,8 @@ For the sum of squares it must read x once more, which is still in the cache.
 to x in advance.
 
 rms_norm is the norm itself (Zhang and Sennrich, arXiv 1910.07467), for cases where no product
-follows. Unlike torch's, it can start before the previous kernel has ended.
+follows. Unlike torch's, it can start before the previous kernel has ended. added_rms_norm_ is for
+residual streams to which no product can add, since they are wider than the products' types.
 
 gated_rms_norm and swiglu are for models with gates (HGRN; Shazeer, arXiv 2002.05202). They run
 anywhere: on a GPU in one kernel, else as the plain torch of their references. All others are for
@@ -84,6 +85,27 @@ def normed_swiglu_(
     """
     out: Tensor = torch.ops.minserve.normed_swiglu_(x, eps, y, bias, ahead)
     return out
+
+
+def added_rms_norm_(x: Tensor, y: Tensor | None, eps: float, weight: Tensor) -> Tensor:
+    """Compute x += y, then return x / sqrt(mean(x^2) + eps) * weight, rounded to bfloat16.
+
+    Args:
+        x: the residual stream [rows, width], float32 or bfloat16; **changed in place**.
+        y: the product before, [rows, width], bfloat16; None: nothing is added.
+        eps: added to the mean of the squares.
+        weight: [width], bfloat16.
+
+    All are contiguous, aligned to 16 bytes and have a width that is a multiple of 8.
+
+    Returns:
+        [rows, width], bfloat16.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; NotImplementedError on the CPU.
+    """
+    normed: Tensor = torch.ops.minserve.added_rms_norm_(x, y, eps, weight)
+    return normed
 
 
 def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -199,6 +221,14 @@ def rms_norm_reference(x: Tensor, eps: float, weight: Tensor) -> Tensor:
     return _divided(x, eps, x, None) * weight.double()
 
 
+def added_norm_reference(
+    x: Tensor, y: Tensor | None, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Reference of added_rms_norm_, without side effects; returns (normed in float64, new x)."""
+    total = (x.double() + (0 if y is None else y.double())).to(x.dtype)
+    return rms_norm_reference(total, eps, weight), total
+
+
 def gelu_reference(
     x: Tensor, eps: float, y: Tensor, bias: Tensor | None = None, ahead: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -280,6 +310,10 @@ def _fake_gated(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> T
 
 
 torch.library.register_fake("minserve::rms_norm", _fake_norm)
+torch.library.register_fake(
+    "minserve::added_rms_norm_",
+    lambda x, y, eps, weight: x.new_empty(x.shape, dtype=torch.bfloat16),
+)
 torch.library.register_fake("minserve::normed_gelu_", _fake_gelu)
 torch.library.register_fake("minserve::normed_step_", _fake_step)
 torch.library.register_fake("minserve::normed_swiglu_", _fake_swiglu)

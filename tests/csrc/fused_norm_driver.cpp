@@ -4,7 +4,7 @@
 #include "cases.h"
 
 #include "cells/dispatch.h"
-#include "fused_norm/kernel.cuh"
+#include "fused_norm/added.cuh"
 
 namespace minserve {
 
@@ -33,7 +33,8 @@ std::vector<bf16> numbers(long count, unsigned seed, float scale = 1.0f) {
 struct Tensors {
   Tensor<bf16> x{"x"}, ahead{"ahead"}, y{"y"}, bias{"bias"}, pre{"pre"}, gate_bias{"gate_bias"},
       out{"out"}, weight{"weight"}, normed{"normed"};
-  Tensor<float> state{"state"};
+  Tensor<bf16> added{"added"}, added_normed{"added_normed"};
+  Tensor<float> state{"state"}, wide{"wide"};
   Tensor<std::int32_t> slots{"slots"};
 
   explicit Tensors(const Case& given) {
@@ -45,6 +46,11 @@ struct Tensors {
     gate_bias.values = numbers(given.gates * given.channels, 6);
     weight.values = numbers(given.width, 7);
     normed.values.assign(static_cast<std::size_t>(given.rows * given.width), bf16{0});
+    added.values = numbers(given.rows * given.width, 8);
+    for (const bf16& number : numbers(given.rows * given.width, 9, 3.0f)) {
+      wide.values.push_back(1.001f * static_cast<float>(value_of(number)));
+    }
+    added_normed.values = normed.values;
     out.values.assign(static_cast<std::size_t>(given.rows * given.channels), bf16{0});
     for (long i = 0; i < given.rows * given.channels; ++i) {
       state.values.push_back(static_cast<float>(i % 17) / 8.0f - 1.0f);
@@ -52,16 +58,40 @@ struct Tensors {
     for (long r = 0; r < given.rows; ++r) {  // the second row is padding, the third names none
       slots.values.push_back(static_cast<std::int32_t>(r == 1 ? -1 : r == 2 ? given.rows : r));
     }
-    for (auto* read : {&ahead, &bias, &pre, &gate_bias, &weight})
+    for (auto* read : {&ahead, &bias, &pre, &gate_bias, &weight, &added})
       read->to_device(emulator::Use::read);
-    for (auto* written : {&x, &y, &out, &normed}) written->to_device(emulator::Use::write);
+    for (auto* written : {&x, &y, &out, &normed, &added_normed})
+      written->to_device(emulator::Use::write);
     state.to_device(emulator::Use::write);
+    wide.to_device(emulator::Use::write);
     slots.to_device(emulator::Use::read);
   }
 };
 
 double gelu_of(double y) {
   return 0.5 * y * (1 + std::erf(y / std::sqrt(2.0)));
+}
+
+void check_added(const Case& given, const Tensors& tensors) {
+  const std::vector<float> wide = tensors.wide.from_device();
+  const std::vector<bf16> normed = tensors.added_normed.from_device();
+  for (long r = 0; r < given.rows; ++r) {
+    double squares = 0;
+    for (long i = 0; i < given.width; ++i) {
+      const std::size_t place = static_cast<std::size_t>(r * given.width + i);
+      const double own = static_cast<double>(wide[place]);
+      const double was = static_cast<double>(tensors.wide.values[place]);
+      check_value<float>(own, was + value_of(tensors.added.values[place]), "stream", r, i);
+      squares += own * own;
+    }
+    const double norm = std::sqrt(squares / static_cast<double>(given.width) + kEps);
+    for (long i = 0; i < given.width; ++i) {
+      const std::size_t place = static_cast<std::size_t>(r * given.width + i);
+      const double weight = value_of(tensors.weight.values[static_cast<std::size_t>(i)]);
+      check_value<bf16>(value_of(normed[place]), static_cast<double>(wide[place]) / norm * weight,
+                        "added norm", r, i);
+    }
+  }
 }
 
 template <template <class> class CellOf>
@@ -95,7 +125,14 @@ void check(cuda::CellTag<CellOf>, const Case& given) {
                       }});
     emulator::launch({"norm", rows, cuda::normed_threads(norm, 1), shared, true,
                       [=] { cuda::rms_norm_kernel(norm); }});
+    AddedNormArgs added;
+    added.rows = given.rows, added.width = given.width, added.eps = kEps;
+    added.x = tensors.wide.device, added.y = tensors.added.device;
+    added.weight = tensors.weight.device, added.out = tensors.added_normed.device;
+    emulator::launch({"added norm", rows, cuda::normed_threads(norm, 1), shared, true,
+                      [=] { cuda::added_rms_norm_kernel<float>(added); }});
     emulator::run(static_cast<unsigned>(seed));
+    check_added(given, tensors);
     const std::vector<bf16> x = tensors.x.from_device(), y = tensors.y.from_device(),
                             out = tensors.out.from_device(), normed = tensors.normed.from_device();
     const std::vector<float> state = tensors.state.from_device();

@@ -22,6 +22,7 @@ from engine.models.loader import quantize_model
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.ops.fused_norm import (
+    added_rms_norm_,
     gated_rms_norm,
     normed_gelu_,
     normed_step_,
@@ -241,6 +242,8 @@ def normed(width: int, channels: int, cell: str) -> None:
     x, ahead = random(rows, width), random(width)
     y, bias = random(rows, channels), random(channels)
     rms_norm(x, EPS, ahead)
+    added_rms_norm_(x.float(), x, EPS, ahead)
+    added_rms_norm_(x.clone(), None, EPS, ahead)
     normed_gelu_(x, EPS, y, bias, ahead)
     pre = random(rows, gates * channels)
     state = torch.zeros(rows, channels, device="cuda")

@@ -48,6 +48,23 @@ def test_norm(rows: int, width: int) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize(("rows", "width"), sorted({shape[:2] for shape in SHAPES}), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_of_a_stream_to_which_a_product_is_added(
+    rows: int, width: int, dtype: torch.dtype, added: bool
+) -> None:
+    x, weight = (1.001 * stream(rows, width).float()).to(dtype), on_gpu(exact(width, seed=2))
+    y = on_gpu(exact(rows, width, seed=3)) if added else None
+    expected, after = normed.added_norm_reference(x, y, EPS, weight)
+    got = normed.added_rms_norm_(x, y, EPS, weight)
+    assert got.dtype == torch.bfloat16 and torch.equal(x, after)
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-8, atol=0)  # is rounded once
+    if added:
+        alone = x[-1:].clone()
+        assert torch.equal(normed.added_rms_norm_(alone, None, EPS, weight), got[-1:])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("biases", [False, True])
 def test_gelu(shape: tuple[int, int, int], biases: bool) -> None:
@@ -116,6 +133,7 @@ def test_no_rows() -> None:
     x, y = on_gpu(torch.ones(0, 8)), on_gpu(torch.ones(0, 16))
     normed.normed_gelu_(x, EPS, y)
     assert normed.rms_norm(x, EPS, on_gpu(torch.ones(8))).shape == (0, 8)
+    assert normed.added_rms_norm_(x.float(), x, EPS, on_gpu(torch.ones(8))).shape == (0, 8)
     state, slots = torch.ones(2, 8, device="cuda"), torch.ones(0, dtype=torch.int32, device="cuda")
     assert normed.normed_step_(x, EPS, y, None, None, state, slots, "mingru").shape == (0, 8)
 
@@ -129,6 +147,9 @@ def test_what_does_not_fit_is_refused() -> None:
     def norm(*args: Tensor | float | None) -> None:
         normed.rms_norm(*args)  # type: ignore[arg-type]
 
+    def added(*args: Tensor | float | None) -> None:
+        normed.added_rms_norm_(*args)  # type: ignore[arg-type]
+
     def gelu(*args: Tensor | float | None) -> None:
         normed.normed_gelu_(*args)  # type: ignore[arg-type]
 
@@ -138,6 +159,10 @@ def test_what_does_not_fit_is_refused() -> None:
     for call, args, message in (
         (norm, (x.float(), EPS, x[0]), "x must be bfloat16"),
         (norm, (odd, EPS, y[0]), "x must be contiguous"),
+        (added, (x.half(), None, EPS, x[0]), "x must be float32 or bfloat16"),
+        (added, (x, x, EPS, x[0]), "must not share memory with y"),
+        (added, (x, y, EPS, x[0]), "y must be"),
+        (added, (x, None, EPS, y[0]), "weight must be"),
         (norm, (x, EPS, y[0]), "weight must be"),
         (gelu, (x.float(), EPS, y), "x must be bfloat16"),
         (gelu, (x, EPS, y[:3]), "y must be"),
