@@ -93,6 +93,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "selective_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
       "Tensor? z, Tensor(a!) state, Tensor slots) -> Tensor");
+  // selective_step of time steps that it projects itself, on CUDA: selection [batch, dt | B | C],
+  // each part divided by its RMS with this epsilon; dt_weight [rank / 8, channels, 8]
+  m.def(
+      "selected_step(Tensor x, Tensor selection, Tensor dt_weight, Tensor A, Tensor D, "
+      "Tensor dt_bias, Tensor? z, Tensor(a!) state, Tensor slots, float? norm_eps=None) -> Tensor");
   // Mamba-2's recurrence over packed sequences, on the CPU: time steps dt before bias, softplus and
   // the limits [least, largest]; states of heads [num_slots, heads, head_dim, states]
   m.def(
@@ -266,6 +271,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
 #ifdef MINSERVE_CUDA
+  m.impl("selected_step", TORCH_BOX(&minserve::selected_step));
   m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
   m.impl("linear_swiglu", TORCH_BOX(&minserve::linear_swiglu));
   m.impl("linear_best", TORCH_BOX(&minserve::linear_best));

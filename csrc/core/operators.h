@@ -93,6 +93,9 @@ std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std:
                                    std::int64_t hidden, std::int64_t taps);
 
 #ifdef MINSERVE_CUDA
+Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_weight,
+                     const Tensor& A, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
+                     const Tensor& state, const Tensor& slots, std::optional<double> norm_eps);
 Tensor linear_map(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,
                   const MaybeTensor& bias, bool gelu, bool logits, bool batch_invariant);
 Tensor linear_best(const Tensor& x, const MaybeTensor& squares, double eps, const Tensor& weight,

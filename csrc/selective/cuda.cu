@@ -3,7 +3,7 @@
 
 #include "../core/launch.cuh"
 #include "scan.cuh"
-#include "step.cuh"
+#include "selected_step.cuh"
 
 namespace minserve {
 namespace cuda {
@@ -43,6 +43,22 @@ void launch_step(const SelectiveArgs& args, cudaStream_t stream) {
   });
 }
 
+template <class State>
+void launch_selected(const SelectedArgs& args, cudaStream_t stream) {
+  const Layout& lay = args.step.layout;
+  with_selected_share(lay, [&](auto share) {
+    using S = decltype(share);
+    const Grid grid = selected_grid<S>(lay);
+    if (args.normed) {
+      launch_early<&selected_step_kernel<State, S::kUnits, S::kRows, true>>(grid, stream,
+                                                                            "selected step", args);
+    } else {
+      launch_early<&selected_step_kernel<State, S::kUnits, S::kRows, false>>(grid, stream,
+                                                                             "selected step", args);
+    }
+  });
+}
+
 template <class T>
 void launch(const SelectiveArgs& args, int device, void* stream_handle) {
   if (args.states > kMostStatesOnGpu) {
@@ -73,6 +89,13 @@ void selective(const SelectiveArgs& args, Dtype dtype, int device, void* stream)
     case Dtype::f64:
       break;
   }
+}
+
+void selected_step(const SelectedArgs& args, int device, void* stream) {
+  const DeviceGuard guard(device);
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  if (args.step.half_state) return launch_selected<bf16>(args, on);
+  launch_selected<float>(args, on);
 }
 
 }  // namespace cuda

@@ -1,6 +1,7 @@
 // selective_scan and selective_step: checks, outputs, arguments, the choice of the device's kernel.
 #include "../core/operators.h"
 #include "args.h"
+#include "selected_args.h"
 
 namespace minserve {
 
@@ -118,5 +119,71 @@ Tensor selective_step(const Tensor& x, const Tensor& dt, const Tensor& A, const 
   const Check check("selective_step", x, "x");
   return recur(check, {x, dt, A, B, C, D, dt_bias, z, state, slots}, nullptr);
 }
+
+#ifdef MINSERVE_CUDA
+Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_weight,
+                     const Tensor& A, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
+                     const Tensor& state, const Tensor& slots_given,
+                     std::optional<double> norm_eps) {
+  constexpr std::int64_t kStates = kSelectedStates;
+  const Check check("selected_step", x, "x");
+  const ScalarType type = ScalarType::BFloat16;
+  check.tensor(x, "x", type, {-1, -1}, "[batch, channels]");
+  const std::int64_t batch = x.size(0), channels = x.size(1);
+  check.tensor(dt_weight, "dt_weight", type, {-1, channels, kDtChunk}, "[rank / 8, channels, 8]");
+  const std::int64_t rank = dt_weight.size(0) * kDtChunk;
+  check.tensor(selection, "selection", type, {batch, rank + 2 * kStates}, "[batch, dt | B | C]");
+  check.tensor(A, "A", ScalarType::Float, {channels, kStates}, "[channels, 16]");
+  check_vector(check, D, "D", x);
+  check_vector(check, dt_bias, "dt_bias", x);
+  if (z) check.tensor(*z, "z", type, {batch, channels}, "[batch, channels]");
+  check_state_rows(check, state, channels, kStates);
+  const bool half = state.scalar_type() == type;
+  const auto placed = [&](const Tensor& t, const char* name, std::int64_t bytes) {
+    check.require(
+        reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % static_cast<std::size_t>(bytes) ==
+                0 &&
+            t.stride(0) * bytes_of(t) % bytes == 0,
+        name, " must have rows that begin at multiples of ", bytes, " bytes, got ", describe(t));
+  };
+  check.require(dt_weight.is_contiguous() && A.is_contiguous(),
+                "dt_weight and A must be contiguous");
+  placed(dt_weight, "dt_weight", 16);
+  placed(A, "A", 16);
+  placed(state, "state", half ? 8 : 16);
+  const Tensor rows_x = with_rows(x), chosen = with_rows(selection);
+  placed(chosen, "selection", 16);
+  MaybeTensor rows_z;
+  if (z) rows_z = with_rows(*z);
+  const Tensor d = torch::stable::contiguous(D), bias = torch::stable::contiguous(dt_bias),
+               slots = torch::stable::contiguous(slots_given);
+  Tensor y = torch::stable::new_empty(x, {batch, channels});
+
+  SelectedArgs args;
+  SelectiveArgs& step = args.step;
+  step.layout = step_layout(check, slots, state.size(0), batch, channels);
+  step.states = kStates;
+  step.x = rows_of(rows_x);
+  step.dt = step.B = step.C = rows_of(chosen);
+  step.B.data = static_cast<bf16*>(step.dt.data) + rank;
+  step.C.data = static_cast<bf16*>(step.dt.data) + rank + kStates;
+  if (rows_z) step.z = rows_of(*rows_z);
+  step.y = output_stream(y);
+  step.A = static_cast<const float*>(A.const_data_ptr());
+  step.D = {d.const_data_ptr(), d.scalar_type() == ScalarType::Float};
+  step.dt_bias = {bias.const_data_ptr(), bias.scalar_type() == ScalarType::Float};
+  step.state = state.mutable_data_ptr();
+  step.slot_stride = state.stride(0);
+  step.half_state = half;
+  args.rank = static_cast<int>(rank);
+  args.dt_weight = static_cast<const bf16*>(dt_weight.const_data_ptr());
+  args.normed = norm_eps.has_value();
+  args.norm_eps = static_cast<float>(norm_eps.value_or(0.0));
+  if (batch > 0 && channels > 0) {
+    cuda::selected_step(args, x.get_device_index(), current_stream(x));
+  }
+  return y;
+}
+#endif
 
 }  // namespace minserve

@@ -84,6 +84,15 @@ __device__ __forceinline__ float sum_over_lanes(float (&values)[kValues]) {
   }
   return values[0];
 }
+// The sum over groups of kGroupLanes lanes, of lanes with the same place in theirs.
+template <int kGroupLanes>
+__device__ __forceinline__ float sum_over_groups(float x) {
+#pragma unroll
+  for (int distance = kGroupLanes; distance < kWarpLanes; distance *= 2) {
+    x += __shfl_xor_sync(kWholeWarp, x, distance);
+  }
+  return x;
+}
 // It is its own inverse for the groups below kValues.
 template <int kValues>
 __device__ __forceinline__ int value_of_group(int group) {

@@ -98,8 +98,9 @@ class StepLanes {
   float a_[kUnits][kStates], h_[kUnits][kStates];
 };
 
-// What a lane reads of a row besides states: x, dt and z of its own channel, B and C of its states.
-template <class T, int kStates, int kVec>
+// What a lane reads of a row besides states: x, dt (kHasDt) and z of its own channel, B and C of
+// its states.
+template <class T, int kStates, int kVec, bool kHasDt>
 struct StepInputs {
   std::int64_t slot;
   Channels<T, 1> x, dt, z;
@@ -113,7 +114,7 @@ struct StepInputs {
     slot = args.layout.slots[row];
     if (owns) {
       x.load(at(args.x, own));
-      dt.load(at(args.dt, own));
+      if (kHasDt) dt.load(at(args.dt, own));
       if (args.z.data) z.load(at(args.z, own));
     }
 #pragma unroll
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 6)
   Lanes lanes(args, first);
   const int own = lanes.own();
   // A row's inputs are on their way while the row before is computed.
-  StepInputs<T, kStates, kWhole ? kStates : 1> next;
+  StepInputs<T, kStates, kWhole ? kStates : 1, true> next;
   next.load(args, row, own, lanes.owns(), Lanes::first_state());
   lanes.load_rates(args);
   float bias = 0.0f, skip = 0.0f;

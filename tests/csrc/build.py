@@ -47,6 +47,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "minlstm": ("scan_driver.cpp", _cell("cells/minlstm.h", "MinLstm", 1, -6, "TWO")),
     "hgrn": ("scan_driver.cpp", _cell("cells/hgrn.h", "Hgrn", 1, 6, "ALL")),
     "conv": ("conv_driver.cpp", []),
+    "selected": ("selected_driver.cpp", []),
     "selective": ("selective_driver.cpp", []),
     "time_contiguous": ("time_contiguous_driver.cpp", []),
     "sampling": ("sampling_driver.cpp", []),

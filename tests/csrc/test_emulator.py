@@ -119,6 +119,15 @@ SELECTIVE = [
     "--lengths 5 --slots -1 --tail 0 --splits 2",
 ]
 
+# Five rows of 44 channels and a rank of 48, of which the second and the third row are padding.
+SELECTED = [
+    "--seeds 0,1,2",
+    "--normed 1 --rank 8 --channels 33",
+    "--half-state 1 --gate 0 --rank 16 --rows 4",
+    "--normed 1 --rank 264 --rows 1 --channels 9",
+    "--rank 40 --rows 9 --channels 150 --normed 1 --half-state 1",
+]
+
 # With SiLU unless it says otherwise. Where every sequence has one token there are steps too.
 CONVOLUTIONS = [
     "--type bf16 --silu 0",
@@ -297,6 +306,12 @@ def test_scan(programs: Path, cell: str, case: str) -> None:
 @pytest.mark.parametrize("case", SELECTIVE)
 def test_selective_recurrence(programs: Path, case: str) -> None:
     result = run(programs / "selective", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", SELECTED)
+def test_selected_step(programs: Path, case: str) -> None:
+    result = run(programs / "selected", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -1,0 +1,153 @@
+// A selective step together with the projection of its time steps and, in Falcon-Mamba, the norms
+// of what was selected: all that is between the selection's product and the out projection's.
+//
+// dt of a channel is the product of a short row of inputs, and the warp that has the channel's
+// states computes it: the weights are read once for kRows rows. Its sum has four parts, whatever
+// the number of lanes that share it.
+#pragma once
+
+#include "selected_args.h"
+#include "step.cuh"
+
+namespace minserve {
+namespace cuda {
+
+constexpr int kDtVec = kDtChunk, kDtParts = 4;
+
+// Products of kRows rows' inputs with the weights of this lane's own channel; rows from `count` on
+// repeat the last one.
+template <class Lanes, int kUnits, int kRows>
+__device__ __forceinline__ void project_dt(const SelectedArgs& args, const Lanes& lanes,
+                                           std::int64_t row, int count, float (&dt)[kRows]) {
+  constexpr int kOwnParts = kUnits == 1 ? 1 : kDtParts;
+  static_assert(kUnits == 1 || kUnits == kDtParts, "a lane has one part or all");
+  const int chunks = args.rank / kDtVec;
+  const std::int64_t channels = args.step.layout.channels;
+  const bf16* const weights = args.dt_weight + lanes.own() * kDtVec;
+  const Stream& selection = args.step.dt;
+  const auto inputs = [&](int r) {
+    return static_cast<const bf16*>(selection.data) +
+           (row + (r < count ? r : count - 1)) * selection.stride;
+  };
+  float parts[kRows][kOwnParts] = {};
+  for (int at = kUnits == 1 ? Lanes::group() : 0; at < chunks; at += kDtParts) {
+#pragma unroll
+    for (int p = 0; p < kOwnParts; ++p) {
+      if (at + p >= chunks) continue;
+      Channels<bf16, kDtVec> weight;
+      if (lanes.owns()) weight.load(weights + (at + p) * channels * kDtVec);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        Channels<bf16, kDtVec> in;
+        in.load(inputs(r) + (at + p) * kDtVec);
+#pragma unroll
+        for (int i = 0; i < kDtVec; ++i) parts[r][p] = fmadd(in[i], weight[i], parts[r][p]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if constexpr (kUnits == 1) {
+      dt[r] = sum_over_groups<Lanes::kWarpChannels>(parts[r][0]);
+    } else {
+      dt[r] = (parts[r][0] + parts[r][1]) + (parts[r][2] + parts[r][3]);
+    }
+  }
+}
+
+// One over the root mean square of `size` numbers whose squares sum to `squares`.
+__device__ __forceinline__ float one_over_rms(float squares, int size, float eps) {
+  return rsqrtf(squares / static_cast<float>(size) + eps);
+}
+// Of the inputs of dt of a row; all lanes together.
+__device__ __forceinline__ float dt_scale(const SelectedArgs& args, std::int64_t row) {
+  const Stream& selection = args.step.dt;
+  const bf16* const inputs = static_cast<const bf16*>(selection.data) + row * selection.stride;
+  float squares = 0.0f;
+  for (int at = threadIdx.x % kWarpLanes; at < args.rank / kDtVec; at += kWarpLanes) {
+    Channels<bf16, kDtVec> in;
+    in.load(inputs + at * kDtVec);
+#pragma unroll
+    for (int i = 0; i < kDtVec; ++i) squares = fmadd(in[i], in[i], squares);
+  }
+  return one_over_rms(sum_over_groups<1>(squares), args.rank, args.norm_eps);
+}
+// Divides a row's B or C, of which each lane has kStates numbers, by its root mean square.
+template <int kWarpChannels, int kStates>
+__device__ __forceinline__ void divide_by_rms(float (&x)[kStates], int states, float eps) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kStates; ++n) squares = fmadd(x[n], x[n], squares);
+  const float scale = one_over_rms(sum_over_groups<kWarpChannels>(squares), states, eps);
+#pragma unroll
+  for (int n = 0; n < kStates; ++n) x[n] *= scale;
+}
+
+template <class State, int kUnits, int kRows, bool kNormed>
+__global__ void __launch_bounds__(kThreads, 5)
+    selected_step_kernel(const __grid_constant__ SelectedArgs args) {
+  constexpr int kStates = 4, kLanes = 4;
+  using Lanes = StepLanes<State, kStates, kLanes, kUnits, true>;
+  const SelectiveArgs& step = args.step;
+  const int first =
+      static_cast<int>(thread_of_group() / kWarpLanes) * kUnits * Lanes::kWarpChannels;
+  const std::int64_t row = row_group() * kRows;
+  pdl_launch_dependents();
+  wait_for_previous_kernel();
+  if (first >= step.layout.channels || row >= step.layout.tokens) return;
+  const std::int64_t left = step.layout.tokens - row;
+  const int count = left < kRows ? static_cast<int>(left) : kRows;
+
+  Lanes lanes(step, first);
+  const int own = lanes.own();
+  StepInputs<bf16, kStates, kStates, false> next;
+  next.load(step, row, own, lanes.owns(), Lanes::first_state());
+  lanes.load_rates(step);
+  float bias = 0.0f, skip = 0.0f;
+  if (lanes.owns()) {
+    bias = channel_number(step.dt_bias, own, bf16{});
+    skip = channel_number(step.D, own, bf16{});
+  }
+  float dt[kRows];
+  project_dt<Lanes, kUnits>(args, lanes, row, count, dt);
+#pragma unroll 1
+  for (int r = 0; r < count; ++r) {
+    const auto in = next;
+    lanes.load(step, in.slot);
+    if (r + 1 < count) next.load(step, row + r + 1, own, lanes.owns(), Lanes::first_state());
+    float b[kStates], c[kStates], own_dt = dt[0];
+    in.numbers(b, c);
+    if constexpr (kNormed) {
+      own_dt *= dt_scale(args, row + r);
+      divide_by_rms<Lanes::kWarpChannels>(b, kStates * kLanes, args.norm_eps);
+      divide_by_rms<Lanes::kWarpChannels>(c, kStates * kLanes, args.norm_eps);
+    }
+    const float delta = softplus(own_dt + bias);
+    float y = fmadd(skip, in.x[0], lanes.advance(decay_of(delta), delta * in.x[0], b, c));
+    if (step.z.data) y *= silu(in.z[0]);
+    if (lanes.writes()) write_output<bf16>(step, row + r, own, y, lanes.real());
+#pragma unroll
+    for (int i = 0; i + 1 < kRows; ++i) dt[i] = dt[i + 1];
+  }
+}
+
+// Calls f with the numbers of units of a warp and of rows of a thread; all give the same bits.
+template <int kUnitsOfWarp, int kRowsOfThread>
+struct SelectedShare {
+  static constexpr int kUnits = kUnitsOfWarp, kRows = kRowsOfThread;
+};
+template <class F>
+inline void with_selected_share(const Layout& lay, const F& f) {
+  if (lay.tokens < 4) return f(SelectedShare<1, 1>{});
+  if (lay.tokens * lay.channels <= kFewStepThreads) return f(SelectedShare<1, 4>{});
+  f(SelectedShare<4, 4>{});
+}
+template <class Share>
+inline Grid selected_grid(const Layout& lay) {
+  constexpr long long kRunChannels = Share::kUnits * 8;
+  const long long threads = (lay.channels + kRunChannels - 1) / kRunChannels * kWarpLanes;
+  return row_grid((lay.tokens + Share::kRows - 1) / Share::kRows, threads);
+}
+
+}  // namespace cuda
+}  // namespace minserve
