@@ -144,6 +144,54 @@ def selective_scan_train(
     return _output(y, wide, D, z).to(x.dtype)
 
 
+def selected_step(
+    x: Tensor,
+    selection: Tensor,
+    dt_weight: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    norm_eps: float | None = None,
+) -> Tensor:
+    """Compute `selective_step` with dt = dt_weight r, from the selection r | B | C of each row.
+
+    Between the product that selects and the out projection it is the only kernel. CUDA alone. A
+    row's bits depend on that row only.
+
+    Args:
+        x: inputs [batch, channels], bfloat16; its rows, and those of z, may lie apart.
+        selection: [batch, rank + 2 * N], bfloat16; rank a multiple of 8, N = 16; rows begin at
+            multiples of 16 bytes.
+        dt_weight: the result of `pack_dt_weight`, bfloat16 [rank / 8, channels, 8].
+        A: float32 [channels, N], contiguous.
+        D, dt_bias: [channels], bfloat16 or float32.
+        z: gate before silu, as x; None: no gate.
+        state, slots: as for `selective_step`; state is **changed in place**.
+        norm_eps: r, B and C are each divided by their root mean square, with this epsilon; None:
+            they are not.
+
+    Returns:
+        y [batch, channels], bfloat16.
+
+    Raises:
+        RuntimeError: shapes, dtypes, alignments or devices do not fit; NotImplementedError on the
+            CPU.
+    """
+    y: Tensor = torch.ops.minserve.selected_step(
+        x, selection, dt_weight, A, D, dt_bias, z, state, slots, norm_eps
+    )
+    return y
+
+
+def pack_dt_weight(weight: Tensor) -> Tensor:
+    """Return weight [channels, rank] as [rank / 8, channels, 8], for `selected_step`."""
+    channels, rank = weight.shape
+    return weight.view(channels, rank // 8, 8).transpose(0, 1).contiguous()
+
+
 def _is_composed(x: Tensor, A: Tensor) -> bool:
     if x.dtype == torch.float64 or not _IN_LIBRARY:
         return True
@@ -290,6 +338,31 @@ def selective_scan_reference(
     return y, new_state
 
 
+def selected_step_reference(
+    x: Tensor,
+    selection: Tensor,
+    dt_weight: Tensor,
+    A: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    z: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    norm_eps: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Reference of selected_step in float64, without side effects; returns (y, the new state)."""
+    states = A.shape[1]
+    rank = selection.shape[1] - 2 * states
+    parts = [part.double() for part in selection.split([rank, states, states], dim=1)]
+    if norm_eps is not None:
+        parts = [functional.rms_norm(part, (part.shape[1],), None, norm_eps) for part in parts]
+    weight = dt_weight.double().transpose(0, 1).flatten(1)  # [channels, rank]
+    bounds = torch.arange(len(slots) + 1, dtype=torch.int32)
+    return selective_scan_reference(
+        *(x, parts[0] @ weight.T, A, parts[1], parts[2], D, dt_bias, z, bounds, state, slots)
+    )
+
+
 def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -297,3 +370,5 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
 if _IN_LIBRARY:
     torch.library.register_fake("minserve::selective_scan", _fake)
     torch.library.register_fake("minserve::selective_step", _fake)
+if hasattr(torch.ops.minserve, "selected_step"):
+    torch.library.register_fake("minserve::selected_step", _fake)

@@ -41,6 +41,7 @@ from engine.ops.gemm import (
     linear_swiglu,
 )
 from engine.ops.library import cuda_archs
+from engine.ops.selective import pack_dt_weight, selected_step
 from tests.ops.helpers import BOUND, CELL_OF, CELLS, given_options
 from tests.ops.sampling_rows import PARAMETERS, rows_of
 
@@ -144,6 +145,17 @@ def selective(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
         ops.selective_scan(x, dt, *given, z, cu_seqlens, state, slots)
         few = (a, b[:rows], c[:rows], skip.float(), bias)
         ops.selective_step(x[:rows], dt[:rows], *few, None, state, slots)
+
+
+def selected(rows: int, channels: int, rank: int) -> None:
+    wide, chosen = random(rows, 2 * channels), random(rows, rank + 32)
+    weight, a = pack_dt_weight(random(channels, rank)), -random(channels, 16).float().exp()
+    slots = torch.arange(-1, rows - 1, dtype=torch.int32, device="cuda")
+    for kept, eps in itertools.product((torch.float32, torch.bfloat16), (None, EPS)):
+        state = random(rows, channels, 16).to(kept)
+        given = (chosen, weight, a, random(channels), random(channels).float())
+        selected_step(wide[:, :channels], *given, wide[:, channels:], state, slots, eps)
+        selected_step(wide[:, :channels], *given, None, state, slots, eps)
 
 
 def training(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
@@ -334,6 +346,8 @@ def main() -> None:
     # Of steps a thread has several units of channels, then several rows too; of scans more states.
     selective([1] * 300, 72, torch.bfloat16)
     selective([1, 40, 0, 33] * 10, 8000, torch.bfloat16)
+    for shape in ((2, 72, 8), (9, 37, 264), (40, 8000, 48)):
+        selected(*shape)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):
         drawing(vocab, rows)
     for count in (3, 300_000):  # threads have one word, or more

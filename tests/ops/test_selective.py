@@ -469,6 +469,50 @@ def test_the_host_reads_no_value_of_a_tensor(form: str) -> None:
         assert ops.selective_step(*arguments(3), state, indices(3)).shape == (3, CHANNELS)
 
 
+def selected_case(
+    batch: int, channels: int, rank: int, dtype: torch.dtype = torch.bfloat16
+) -> list[Any]:
+    """Arguments of selected_step but for the state and what comes after it."""
+    wide = exact(batch, 2 * channels, seed=50).cuda().to(dtype)
+    weight = 0.3 * exact(channels, rank, seed=51)
+    return [
+        wide[:, :channels],
+        exact(batch, rank + 32, seed=52).cuda().to(dtype),
+        selective.pack_dt_weight(weight.cuda().to(dtype)),
+        -exact(channels, 16, seed=53).abs().float().cuda(),
+        exact(channels, seed=54).float().cuda(),
+        exact(channels, seed=55).cuda().to(dtype),
+        wide[:, channels:],
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eps", [None, 1e-5])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "channels", "rank"), [(1, 64, 8), (3, 70, 48), (9, 200, 264), (70, 1536, 48)]
+)
+def test_a_step_that_projects_its_own_time_steps(
+    batch: int, channels: int, rank: int, kept: torch.dtype, eps: float | None
+) -> None:
+    given = selected_case(batch, channels, rank)
+    state = exact(batch + 1, channels, 16, seed=56).to("cuda", kept)
+    slots = torch.randperm(batch + 1, generator=torch.Generator().manual_seed(57))[:batch].int()
+    slots[batch // 2] = -1 if batch > 1 else 1
+    on_cpu = [one.cpu() for one in given]
+    y, new_state = selective.selected_step_reference(*on_cpu, state.cpu(), slots, eps)
+    before, rows = state.clone(), slots.cuda()
+    got = selective.selected_step(*given, state, rows, eps)
+    close(got, y, torch.bfloat16, factor=4)
+    close(state, new_state, kept, factor=4)
+    for row in {0, batch // 2, batch - 1}:
+        alone = before.clone()
+        one = [
+            tensor[row : row + 1] if at in (0, 1, 6) else tensor for at, tensor in enumerate(given)
+        ]
+        same_bits(selective.selected_step(*one, alone, rows[row : row + 1], eps)[0], got[row].cpu())
+
+
 @pytest.mark.gpu
 def test_graphs_replay_scans_and_steps_of_other_sequences() -> None:
     given = served(case(), "cuda", torch.bfloat16)
