@@ -112,7 +112,7 @@ class LanguageModel(nn.Module, ABC):
         Returns:
             Hidden states after the final norm [tokens, d_model].
         """
-        x = self._embed(tokens)  # [tokens, d_model]
+        x = self.embed(tokens)  # [tokens, d_model]
         if per_channel is None:
             per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
@@ -133,7 +133,7 @@ class LanguageModel(nn.Module, ABC):
         tokens [batch], slots [batch] int32 -> hidden states after the final norm [batch, d_model].
         `per_channel` is as for `prefill`.
         """
-        x = self._embed(tokens)  # [batch, d_model]
+        x = self.embed(tokens)  # [batch, d_model]
         if per_channel is None:
             per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
@@ -141,7 +141,7 @@ class LanguageModel(nn.Module, ABC):
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Look up tokens [...]; return [..., d_model] in the type of the activations."""
         x: Tensor
         if isinstance(self.embedding, QuantEmbedding):
@@ -174,7 +174,7 @@ class LanguageModel(nn.Module, ABC):
 
         tokens [batch, time] -> logits fp32 [batch, time, vocab_size].
         """
-        return self._read(self._embed(tokens))
+        return self._read(self.embed(tokens))
 
     def _read(self, x: Tensor) -> Tensor:
         """Return the logits [batch, time, vocab_size] of embedded tokens [batch, time, d_model]."""

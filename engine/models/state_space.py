@@ -44,8 +44,8 @@ class StateSpaceLM(LanguageModel):
         if config.quantization is not None:
             self.requires_grad_(False)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        x = super()._embed(tokens)
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = super().embed(tokens)
         if not cast("WideResidualConfig", self.config).residual_in_fp32:
             return x
         return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -4,6 +4,7 @@ for GPUs are replaced by the references of these."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,20 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models import registry
-from engine.models.backends import cublas, fused_gemm
+from engine.models.backends import cublas, fused_gemm, selective
 from engine.models.backends.autotune import TunedProducts
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.fused_gemm import FusedGemmPath
 from engine.models.backends.lm_head import LmHead
+from engine.models.backends.selective import LibraryProducts, SelectiveLayers, by_linear_map
+from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.language_model import LanguageModel
+from engine.models.mamba.config import MambaConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.ops import fused_norm, gemm
+from engine.ops.selective import selected_step_reference
 from tests.models.variants import int32, relative_error
 
 _OURS = MinRnnConfig(
@@ -230,3 +235,72 @@ def test_paths_compute_what_the_model_does(name: str, path: str) -> None:
         assert relative_error(logits, plain.logits(plain.step(tokens, theirs, slots))) < 1e-5
     for state, tensor in theirs.named.items():
         assert relative_error(ours[state], tensor) < 1e-5
+
+
+_MAMBA = MambaConfig(
+    vocab_size=29, d_model=64, n_layers=3, inner=128, state_size=16, dt_rank=8, bias=True
+)
+MAMBAS = {
+    "mamba": _MAMBA,
+    "narrow residual stream": dataclasses.replace(_MAMBA, residual_in_fp32=False, bias=False),
+    "falcon-mamba": dataclasses.replace(
+        _MAMBA, selection_norm_eps=1e-6, conv_bias=False, tie_embeddings=True
+    ),
+}
+
+
+def _added_rms_norm(x: Tensor, y: Tensor | None, eps: float, weight: Tensor) -> Tensor:
+    normed, total = fused_norm.added_norm_reference(x, y, eps, weight)
+    x.copy_(total)
+    return normed.float()
+
+
+def _selected_step(*given: object) -> Tensor:
+    y, after = selected_step_reference(*given)  # type: ignore[arg-type]
+    given[7].copy_(after)  # type: ignore[attr-defined]
+    return y.float()
+
+
+@pytest.mark.parametrize("products", ["library", "linear maps"])
+@pytest.mark.parametrize("name", MAMBAS)
+@torch.no_grad()
+def test_mamba_with_kernels_between_products_computes_what_the_model_does(
+    name: str, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for operator, reference in (
+        ("added_rms_norm_", _added_rms_norm),
+        ("selected_step", _selected_step),
+        ("linear_map", _linear_map),
+    ):
+        monkeypatch.setattr(selective, operator, reference)
+    model = build(MAMBAS[name])
+    assert selective.refuses_widths(model) is None
+    layers = SelectiveLayers(model)
+    library = LibraryProducts(model, layers, LmHead.of(model), TuningCache())
+    product = library.product if products == "library" else by_linear_map
+    bounds, slots = int32([0, 5, 5, 14, 15]), int32([3, 0, 1, 5])
+    prompt = torch.randint(29, (15,), dtype=torch.int32)
+    ours, theirs = model.new_state(6), model.new_state(6)
+    hidden = layers.prefill(product, prompt, bounds, ours, slots)
+    assert relative_error(hidden, model.prefill(prompt, bounds, theirs, slots)) < 1e-5
+    for _ in range(2):
+        tokens = torch.randint(29, (4,), dtype=torch.int32)
+        hidden = layers.step(product, tokens, ours, slots)
+        assert relative_error(hidden, model.step(tokens, theirs, slots)) < 1e-5
+    for state, tensor in theirs.named.items():
+        assert relative_error(ours[state], tensor) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dt_rank": 12}, "widths do not meet"),
+        ({"state_size": 8}, "widths do not meet"),
+        ({"inner": 100}, "widths do not meet"),
+        ({"quantization": "int8"}, "weights are int8"),
+    ],
+)
+def test_other_mambas_are_refused_by_what_they_are(changes: dict[str, Any], reason: str) -> None:
+    with torch.device("meta"):
+        model = registry.build(dataclasses.replace(_MAMBA, **changes))
+    assert (selective.refuses_widths(model) or "").startswith(reason)

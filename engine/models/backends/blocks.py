@@ -281,7 +281,7 @@ def _selective_block(layer: LayerProgram) -> SelectiveBlock:
 class Support:
     """What the kernels of a backend compute, beside the stages that every block has."""
 
-    cells: tuple[str, ...]  # at least two
+    cells: tuple[str, ...]
     activations: tuple[Activation, ...] = ("gelu",)
     no_out: bool = False  # blocks without an out projection
     short_convs: bool = False
@@ -343,7 +343,8 @@ def _unlike(
 
 def _other_cell(cell: str, support: Support) -> str:
     *most, last = support.cells
-    return f"cell {cell!r}, but its kernels have only {', '.join(most)} and {last}"
+    cells = f"{', '.join(most)} and {last}" if most else last
+    return f"cell {cell!r}, but its kernels have only {cells}"
 
 
 def refusal(model: LanguageModel, support: Support) -> str | None:

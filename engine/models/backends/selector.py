@@ -5,8 +5,8 @@ fuses operators or packs weights for one kind of device takes its weights from i
 methods.
 
 Some implementations compute bitwise equal results for a sequence whatever else is in the batch
-(`--deterministic`): CpuBackend always, HopperBackend on request. The libraries that a model's own
-methods call do not.
+(`--deterministic`): CpuBackend always, HopperBackend and on Hopper SelectiveBackend on request. The
+libraries that a model's own methods call do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.backend_info import BackendInfo
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.models.backends import cpu, eager, fused_gemm, hopper, persistent_decode
+from engine.models.backends import cpu, eager, fused_gemm, hopper, persistent_decode, selective
 from engine.models.backends.blocks import compile_blocks
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.dispatch import PathBackend
@@ -30,6 +30,7 @@ from engine.models.backends.eager import EagerBackend
 from engine.models.backends.hopper import HopperBackend
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.persistent_decode import PersistentDecode
+from engine.models.backends.selective import SelectiveBackend
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import bytes_of_copy, widened
 from engine.models.language_model import LanguageModel
@@ -152,6 +153,8 @@ def select_backend(
         return _instead_of(cpu.BACKEND, reason, _eager(model, deterministic, None, reason))
     # Nothing is measured if a row's bits must not depend on what was faster.
     tuning = TuningCache.of(None if deterministic else tuning_folder, model, device)
+    if selective.supports(model, device, deterministic=deterministic) is None:
+        return SelectiveBackend(model, deterministic=deterministic, tuning=tuning)
     reason = hopper.supports(model, device)
     if reason is None:
         return HopperBackend(model, deterministic=deterministic, tuning=tuning)
@@ -182,6 +185,8 @@ def explain_backend(model: LanguageModel, device: torch.device) -> BackendInfo:
         if reason is None:
             return cpu.INFO
         return eager.explain(model, device).instead_of(cpu.BACKEND, reason)
+    if selective.supports(model, device) is None:
+        return selective.explain(model, device)
     reason = hopper.supports(model, device)
     if reason is None:
         return hopper.explain(model, device)

@@ -149,7 +149,7 @@ class LM(LanguageModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits differentiably, with dropout in training mode; see LanguageModel."""
-        x: Tensor = self.dropout(self._embed(tokens))  # [batch, time, d_model]
+        x: Tensor = self.dropout(self.embed(tokens))  # [batch, time, d_model]
         return self._read(x)
 
     def read(
@@ -167,7 +167,7 @@ class LM(LanguageModel):
             Logits fp32 [batch, time, vocab_size], and the state behind the last token, like
             `before`.
         """
-        x: Tensor = self.dropout(self._embed(tokens))
+        x: Tensor = self.dropout(self.embed(tokens))
         after: list[dict[str, Tensor]] = []
         layers = cast("Sequence[Layer]", self.layers)
         for index, (layer, per_channel) in enumerate(
