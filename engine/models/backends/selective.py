@@ -41,7 +41,7 @@ from engine.models.backends.kernel_support import lacks_bfloat16_kernels, lacks_
 from engine.models.backends.lm_head import LmHead, SeparateHead
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.language_model import LanguageModel
-from engine.models.state import ModelState
+from engine.models.state import ModelState, Step
 from engine.ops import conv_scan, conv_step, selective_scan
 from engine.ops.fused_norm import added_rms_norm_
 from engine.ops.gemm import linear_map
@@ -265,18 +265,22 @@ class SelectiveBackend(PathBackend):
         apart = SeparateHead(
             head,
             vocabulary,
-            few=library.logits if no_maps else logits_by_map,
+            few=logits_by_map,
             many=logits_by_map if deterministic else library.logits,
             tune_many=_nothing if deterministic else library.tune_logits,
         )
         maps = partial(by_linear_map, fixed_order=deterministic)
+        if no_maps is None:
+            by_library = partial(_path_beside_maps, layers, library, apart)
+        else:
+            by_library = partial(_path_of_library, layers, library)
         rows = [
-            Row(NAME_ON_HOPPER, no_maps, lambda: [_path_of_maps(layers, maps, apart)]),
             Row(
-                NAME,
-                _SUMS if deterministic else None,
-                lambda: [_path_of_library(layers, library, apart, alone=no_maps is not None)],
+                NAME_ON_HOPPER,
+                no_maps,
+                lambda: [_path_of_maps(layers, maps, apart, bests=not deterministic)],
             ),
+            Row(NAME, _SUMS if deterministic else None, lambda: [by_library()]),
         ]
         usable = usable_paths(rows)
         super().__init__(
@@ -295,40 +299,69 @@ def _nothing(sizes: Collection[int]) -> None:
     return None
 
 
-def _path_of_maps(layers: SelectiveLayers, maps: Product, head: SeparateHead) -> ExecutionPath:
-    """Return the path for all sizes on Hopper, with which the library's products are compared."""
+def _path_of_maps(
+    layers: SelectiveLayers, maps: Product, head: SeparateHead, *, bests: bool
+) -> ExecutionPath:
+    """Return the path for all sizes on Hopper, with which the library's products are compared.
+
+    `bests`: its steps may end with the best tokens.
+    """
 
     def tune(workload: Workload, sizes: Collection[int]) -> None:
         if workload != "prompt":
             head.tune(sizes)
 
+    step: Step = partial(layers.step, maps)
     return ExecutionPath(
         name=NAME_ON_HOPPER,
         sizes={"step": ANY, "prompt": ANY},
         unmeasured={"step": ANY, "prompt": ANY},
-        step=head.behind(partial(layers.step, maps)),
+        step=head.behind(step),
+        step_to_bests=head.bests_behind(step) if bests else None,
         prefill=partial(layers.prefill, maps),
         tune=tune,
     )
 
 
-def _path_of_library(
-    layers: SelectiveLayers, library: LibraryProducts, head: SeparateHead, *, alone: bool
+def _path_beside_maps(
+    layers: SelectiveLayers, library: LibraryProducts, head: SeparateHead
 ) -> ExecutionPath:
-    """Return the path of cuBLASLt's products; `alone`: there is no other, so it takes all sizes."""
+    """Return the path of cuBLASLt's products on Hopper."""
 
     def tune(workload: Workload, sizes: Collection[int]) -> None:
         library.tune(sizes, prompts=workload == "prompt")
         if workload != "prompt":
             head.tune(sizes)
 
-    sizes = ANY if alone else range(FEW_ROWS + 1, sys.maxsize)
-    many = range(_MOST_TOKENS + 1, sys.maxsize)
+    step: Step = partial(layers.step, library.product)
+    some, many = range(FEW_ROWS + 1, sys.maxsize), range(_MOST_TOKENS + 1, sys.maxsize)
     return ExecutionPath(
         name=NAME,
-        sizes={"step": sizes, "prompt": sizes},
-        unmeasured={"step": ANY, "prompt": ANY} if alone else {"step": many, "prompt": many},
-        step=head.behind(partial(layers.step, library.product)),
+        sizes={"step": some, "prompt": some},
+        unmeasured={"step": many, "prompt": many},
+        step=head.behind(step),
+        step_to_bests=head.bests_behind(step),
+        prefill=partial(layers.prefill, library.product),
+        tune=tune,
+    )
+
+
+def _path_of_library(layers: SelectiveLayers, library: LibraryProducts) -> ExecutionPath:
+    """Return the only path of other GPUs: cuBLASLt's products."""
+
+    def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        return library.logits(layers.step(library.product, tokens, state, slots))
+
+    def tune(workload: Workload, sizes: Collection[int]) -> None:
+        library.tune(sizes, prompts=workload == "prompt")
+        if workload != "prompt":
+            library.tune_logits(sizes)
+
+    return ExecutionPath(
+        name=NAME,
+        sizes={"step": ANY, "prompt": ANY},
+        unmeasured={"step": ANY, "prompt": ANY},
+        step=step,
         prefill=partial(layers.prefill, library.product),
         tune=tune,
     )
