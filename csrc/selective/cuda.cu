@@ -1,6 +1,4 @@
 // The launches of the selective scan and step: how many of a channel's states a thread has.
-#include <algorithm>
-
 #include "../core/launch.cuh"
 #include "scan.cuh"
 #include "selected_step.cuh"

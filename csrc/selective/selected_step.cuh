@@ -131,11 +131,11 @@ __global__ void __launch_bounds__(kThreads, 5)
   }
 }
 
-// Calls f with the numbers of units of a warp and of rows of a thread; all give the same bits.
 template <int kUnitsOfWarp, int kRowsOfThread>
 struct SelectedShare {
   static constexpr int kUnits = kUnitsOfWarp, kRows = kRowsOfThread;
 };
+// Calls f with the numbers of units of a warp and of rows of a thread; all give the same bits.
 template <class F>
 inline void with_selected_share(const Layout& lay, const F& f) {
   if (lay.tokens < 4) return f(SelectedShare<1, 1>{});

@@ -6,6 +6,8 @@
 // the same channels, so that A is read once for them.
 #pragma once
 
+#include <algorithm>
+
 #include "../core/row_grid.cuh"
 #include "../core/vector_access.cuh"
 #include "recurrence.cuh"
@@ -204,12 +206,13 @@ inline StepGrid step_grid(const Layout& lay) {
   return {static_cast<int>(rows), row_grid((lay.tokens + rows - 1) / rows, threads)};
 }
 
-// Calls f with the constants of selective_step_kernel behind its types; all give the same bits.
+// The constants of selective_step_kernel behind its types.
 template <int kStatesOfThread, int kLanesOfChannel, int kUnitsOfWarp, bool kWholeAccesses>
 struct StepShare {
   static constexpr int kStates = kStatesOfThread, kLanes = kLanesOfChannel, kUnits = kUnitsOfWarp;
   static constexpr bool kWhole = kWholeAccesses;
 };
+// Calls f with those for these arguments; all give the same bits.
 template <class T, class State, class F>
 inline void with_step_share(const SelectiveArgs& args, const F& f) {
   if (args.states > 64) return f(StepShare<8, 32, 1, false>{});
