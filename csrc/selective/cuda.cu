@@ -27,7 +27,7 @@ void launch_scan(const SelectiveArgs& args, int device, cudaStream_t stream) {
   const long long blocks = scan_blocks<Tile>(args.layout);
   if (blocks > 2147483647LL) throw std::runtime_error("minserve: too large for one selective scan");
   allow_shared<kernel>(Tile::kSharedBytes, device);
-  const Grid grid{dim3(static_cast<unsigned>(blocks)), kScanThreads, Tile::kSharedBytes};
+  const Grid grid{dim3(static_cast<unsigned>(blocks)), Tile::kThreads, Tile::kSharedBytes};
   launch_early<kernel>(grid, stream, "selective scan", args);
 }
 

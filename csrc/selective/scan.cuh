@@ -8,7 +8,12 @@
 //   prepare  per token and channel: softplus and gate, once for all states; B and C as floats
 //   advance  per token: the states, the sums C h, the outputs
 //   write    outputs to memory, side by side along the channels
+//
+// Where blocks are few, two warps more do all stages but `advance`: a warp that advances states
+// then waits for nothing else.
 #pragma once
+
+#include <algorithm>
 
 #include "../core/vector_access.cuh"
 #include "recurrence.cuh"
@@ -16,12 +21,16 @@
 namespace minserve {
 namespace cuda {
 
-constexpr int kScanThreads = 128;
+constexpr int kScanThreads = 128;  // of a block, which advance its states
 
 // A block's share: kStates states to a thread, kLanes threads to a channel, kTime tokens at a time,
-// of which inputs and outputs are read and written kVec channels at a time.
-template <int kStatesOfThread, int kLanesOfChannel, int kTokens, int kChannelsOfAccess>
+// of which inputs and outputs are read and written kVec channels at a time. kStagers: threads for
+// the other stages; 0: those that advance the states do these, too.
+template <int kStatesOfThread, int kLanesOfChannel, int kTokens, int kChannelsOfAccess,
+          int kStagingThreads = 0>
 struct ScanTile {
+  static constexpr int kStagers = kStagingThreads, kThreads = kScanThreads + kStagers;
+  static constexpr int kStaging = kStagers > 0 ? kStagers : kScanThreads;
   static constexpr int kStates = kStatesOfThread, kLanes = kLanesOfChannel, kTime = kTokens;
   static constexpr int kVec = kChannelsOfAccess;
   static constexpr int kChannels = kScanThreads / kLanes;    // of a block
@@ -29,7 +38,8 @@ struct ScanTile {
   static constexpr int kVectors = kChannels / kVec;          // of a token's row
   static constexpr int kPairs = kStates * kLanes / 2;        // of states
   static constexpr int kSummed = kLanes < 8 ? kLanes : 8;    // tokens whose sums go together
-  static constexpr int kBlocks = kStates > 4 ? 3 : 4;        // of a multiprocessor, by registers
+  // Of a multiprocessor, by registers.
+  static constexpr int kBlocks = kStates > 4 || kStagers > 0 ? 3 : 4;
   // Rows of outputs begin in different banks.
   static constexpr int kRow = kChannels + (kWarpChannels < 4 ? 4 : kWarpChannels);
   static_assert(kTime % kSummed == 0 && kTime % 2 == 0);
@@ -78,38 +88,43 @@ class ChannelScan {
 
   // Reads all tokens, from the state row and back to it.
   __device__ __forceinline__ void run(typename Tile::Buffer* buffers, std::int64_t slot) {
-    const std::int64_t place = channel_ * args_.states + group() * kStates;
-    load(0);
-    if (args_.half_state) {
-      begin_states(static_cast<const bf16*>(args_.state) + slot * args_.slot_stride + place);
-    } else {
-      begin_states(static_cast<const float*>(args_.state) + slot * args_.slot_stride + place);
-    }
-    load_states<false>(args_.A + place, states_, a_);
-    if (channel_ < args_.layout.channels) skip_ = channel_number(args_.D, channel_, T{});
-    prepare(buffers[0], 0);
-    if (tiles_ > 1) load(1);
-    __syncthreads();
-    for (int tile = 0; tile < tiles_; ++tile) {
-      typename Tile::Buffer &own = buffers[tile % 2], &other = buffers[(tile + 1) % 2];
-      if (tile > 0) write(other, tile - 1);
-      if (tile + 1 < tiles_) {
-        prepare(other, tile + 1);
-        if (tile + 2 < tiles_) load(tile + 2);
-      }
-      advance(own, tile);
+    if (Tile::kStagers == 0) {
+      load(0);
+      begin(slot);
+      prepare(buffers[0], 0);
+      if (tiles_ > 1) load(1);
       __syncthreads();
-    }
-    write(buffers[(tiles_ - 1) % 2], tiles_ - 1);
-    if (args_.half_state) {
-      end_states(static_cast<bf16*>(args_.state) + slot * args_.slot_stride + place);
+      for (int tile = 0; tile < tiles_; ++tile) {
+        stage_around(buffers, tile);
+        advance(buffers[tile % 2], tile);
+        __syncthreads();
+      }
+      write(buffers[(tiles_ - 1) % 2], tiles_ - 1);
+      end(slot);
+    } else if (stages()) {
+      load(0);
+      prepare(buffers[0], 0);
+      if (tiles_ > 1) load(1);
+      __syncthreads();
+      for (int tile = 0; tile < tiles_; ++tile) {
+        stage_around(buffers, tile);
+        __syncthreads();
+      }
+      write(buffers[(tiles_ - 1) % 2], tiles_ - 1);
     } else {
-      end_states(static_cast<float*>(args_.state) + slot * args_.slot_stride + place);
+      begin(slot);
+      __syncthreads();
+      for (int tile = 0; tile < tiles_; ++tile) {
+        advance(buffers[tile % 2], tile);
+        __syncthreads();
+      }
+      end(slot);
     }
   }
 
   // The rows of a sequence that is padding.
   __device__ __forceinline__ void zero() {
+    if (!stages()) return;
     for (int tile = 0; tile < tiles_; ++tile) {
       write_rows(tile, [](int, int) { return 0.0f; });
     }
@@ -120,23 +135,26 @@ class ChannelScan {
   static constexpr int kVec = Tile::kVec, kVectors = Tile::kVectors, kSummed = Tile::kSummed;
   using Vector = Channels<T, kVec>;
 
-  // Where a thread reads inputs and writes outputs: a vector of channels, of pairs of tokens.
-  static constexpr int kPairStep = kScanThreads / kVectors;
-  static constexpr int kOwnPairs = (kTime / 2 + kPairStep - 1) / kPairStep;
-  __device__ __forceinline__ static int own_vector() { return threadIdx.x % kVectors; }
-  __device__ __forceinline__ static int pair(int i) {
-    return threadIdx.x / kVectors + i * kPairStep;
+  __device__ __forceinline__ static bool stages() {
+    return Tile::kStagers == 0 || threadIdx.x >= kScanThreads;
   }
+  // Of the threads that read inputs and write outputs; of the others any number.
+  __device__ __forceinline__ static int stager() { return threadIdx.x % Tile::kStaging; }
+  // What such a thread has: a vector of channels, of pairs of tokens.
+  static constexpr int kPairStep = Tile::kStaging / kVectors;
+  static constexpr int kOwnPairs = (kTime / 2 + kPairStep - 1) / kPairStep;
+  __device__ __forceinline__ static int own_vector() { return stager() % kVectors; }
+  __device__ __forceinline__ static int pair(int i) { return stager() / kVectors + i * kPairStep; }
   // And of B and C: four states, of some tokens.
   static constexpr int kChosen = 4, kChoices = Tile::kPairs * 2 / kChosen;  // of a token
-  static constexpr int kChoiceStep = kScanThreads / kChoices;
+  static constexpr int kChoiceStep = Tile::kStaging / kChoices;
   static constexpr int kOwnChoices = (kTime + kChoiceStep - 1) / kChoiceStep;
   static constexpr int kChoiceVec = kVec == 1 ? 1 : kChosen;
-  __device__ __forceinline__ static int own_choice() { return threadIdx.x % kChoices; }
+  __device__ __forceinline__ static int own_choice() { return stager() % kChoices; }
   __device__ __forceinline__ static int token_of_choice(int i) {
-    return threadIdx.x / kChoices + i * kChoiceStep;
+    return stager() / kChoices + i * kChoiceStep;
   }
-  // Where it has states.
+  // Where a thread has states.
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpLanes; }
   __device__ __forceinline__ static int group() { return lane() / Tile::kWarpChannels; }
   __device__ __forceinline__ static int column() {
@@ -149,6 +167,16 @@ class ChannelScan {
   }
   __device__ __forceinline__ int tokens(int tile) const {
     return min(length_ - tile * kTime, kTime);
+  }
+
+  // All that is done for other tiles while `tile` advances.
+  __device__ __forceinline__ void stage_around(typename Tile::Buffer* buffers, int tile) {
+    typename Tile::Buffer& other = buffers[(tile + 1) % 2];
+    if (tile > 0) write(other, tile - 1);
+    if (tile + 1 < tiles_) {
+      prepare(other, tile + 1);
+      if (tile + 2 < tiles_) load(tile + 2);
+    }
   }
 
   // Tile after tile.
@@ -231,13 +259,26 @@ class ChannelScan {
     }
   }
 
-  template <class State>
-  __device__ __forceinline__ void begin_states(const State* row) {
-    load_states<(kVec > 1)>(row, states_, h_);
+  // What a thread has of the state row.
+  template <class Row>
+  __device__ __forceinline__ void with_states(std::int64_t slot, const Row& row) const {
+    const std::int64_t at = slot * args_.slot_stride + first_state();
+    if (args_.half_state) {
+      row(static_cast<bf16*>(args_.state) + at);
+    } else {
+      row(static_cast<float*>(args_.state) + at);
+    }
   }
-  template <class State>
-  __device__ __forceinline__ void end_states(State* row) const {
-    store_states<(kVec > 1)>(row, states_, h_);
+  __device__ __forceinline__ std::int64_t first_state() const {
+    return channel_ * args_.states + group() * kStates;
+  }
+  __device__ __forceinline__ void begin(std::int64_t slot) {
+    with_states(slot, [&](const auto* row) { load_states<(kVec > 1)>(row, states_, h_); });
+    load_states<false>(args_.A + first_state(), states_, a_);
+    if (channel_ < args_.layout.channels) skip_ = channel_number(args_.D, channel_, T{});
+  }
+  __device__ __forceinline__ void end(std::int64_t slot) const {
+    with_states(slot, [&](auto* row) { store_states<(kVec > 1)>(row, states_, h_); });
   }
 
   // The sums of a group of tokens are added up among the lanes while the next group's states
@@ -322,7 +363,7 @@ class ChannelScan {
 
 // Blocks are numbered by sequence, of which the last is the padding tail, then by channels.
 template <class T, class Tile>
-__global__ void __launch_bounds__(kScanThreads, Tile::kBlocks)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     selective_scan_kernel(const __grid_constant__ SelectiveArgs args) {
   extern __shared__ uint4 memory[];
   const Layout& lay = args.layout;
@@ -345,18 +386,18 @@ inline long long scan_blocks(const Layout& lay) {
 
 constexpr std::int64_t kMostStatesOnGpu = 256;
 
-// Twice as many threads as `usual` has, for few channels of few sequences: half as many states to
-// each, and more to do for the same tokens.
-using FewChainsTile = ScanTile<2, 8, 32, 2>;
+// For few channels of few sequences. Twice as many threads as UsualTile has advance states, half as
+// many each, with more to do for the same tokens.
+using FewChainsTile = ScanTile<2, 8, 32, 2, 64>;
 using UsualTile = ScanTile<4, 4, 32, 4>;
 // Any strides, alignment and number of channels.
 using AnyTile = ScanTile<4, 4, 32, 1>;
 using States64Tile = ScanTile<4, 16, 16, 1>;
 using States256Tile = ScanTile<8, 32, 8, 1>;
 
-// Instructions of a warp for a token, by the compiler's listings: what the blocks of a
-// multiprocessor share its schedulers for.
-constexpr long long kFewChainsCost = 28, kUsualCost = 45;
+// Clocks of a token: instructions of a warp by the compiler's listings, which the blocks of a
+// multiprocessor share its schedulers for, and at least what a block takes that is alone there.
+constexpr long long kFewChainsCost = 28, kUsualCost = 45, kUsualAlone = 100;
 
 // Whether inputs, outputs and states lie aligned for UsualTile and FewChainsTile.
 template <class T>
@@ -380,7 +421,8 @@ inline void with_scan_tile(const SelectiveArgs& args, int multiprocessors, const
     const Layout& lay = args.layout;
     return divided_up(lay.sequences * divided_up(lay.channels, channels_of_block), multiprocessors);
   };
-  if (turns(FewChainsTile::kChannels) * kFewChainsCost < turns(UsualTile::kChannels) * kUsualCost) {
+  const long long few = turns(FewChainsTile::kChannels) * kFewChainsCost;
+  if (few < std::max(turns(UsualTile::kChannels) * kUsualCost, kUsualAlone)) {
     return f(FewChainsTile{});
   }
   f(UsualTile{});
