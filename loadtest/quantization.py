@@ -1,4 +1,4 @@
-"""What 8-bit weights cost: test losses and size of a model as stored, in int8 and in fp8.
+"""What 8-bit weights and 16-bit states cost: test losses, and the size of a model as stored.
 
     python -m loadtest.quantization --data tinyshakespeare.txt --model my-model
 
@@ -6,7 +6,8 @@ The losses are the trainer's two, over the last tenth of the text: in windows th
 the initial state, and with the state carried through. Quantised models use the activations that
 `minserve serve` would choose on the device. The weights' error is the root mean square error of all
 quantised matrices relative to them; beside it stands the error with scales from each row's largest
-magnitude. Exit code 1 if a quantised model's loss changes by 0.01 nats per token or more.
+magnitude. A model whose states may be bfloat16 (`--state-dtype`) is measured with both types, also
+token by token, when a state is rounded after each. Exit code 1 if a quantised model's loss changes by 0.01 nats per token or more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import cast, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.config import DtypeName, Quantization
 from engine.device import resolve_device, resolve_dtype
@@ -34,6 +36,7 @@ from loadtest.report import command_line, print_environment, print_table, save_j
 from service.terminal.text import load_tokenizer
 
 ALLOWED = 0.01  # nats per token, of either loss
+STREAMS, MOST_STEPS = 64, 2048  # of the loss token by token
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Row:
     carried: float
     error: float | None  # of quantised weights, relative
     plain_error: float | None  # with scales from the largest magnitude
+    states: str | None = None  # their type, where it can be chosen
+    stepped: float | None = None  # the loss token by token, in pieces that start at initial states
 
 
 def measure(
@@ -66,6 +71,52 @@ def measure(
         error=errors[0],
         plain_error=errors[1],
     )
+
+
+def measure_states(folder: Path, name: str, ids: Tensor, dtype: DtypeName) -> list[Row]:
+    """Measure a model of weights `dtype` with states in fp32 and in bfloat16.
+
+    Returns nothing if its states have one type.
+    """
+    if not hasattr(load_config(folder), "state_dtype"):
+        return []
+    rows = []
+    for states in ("float32", "bfloat16"):
+        model, _ = load_model(folder, ids.device, dtype, state_dtype=states)
+        window, batch = Recipe.window, Recipe.batch
+        rows.append(
+            Row(
+                model=name,
+                weights=dtype,
+                activations=dtype,
+                bytes=sum(tensor.nbytes for tensor in model.state_dict().values()),
+                windows=windows_loss(model, ids, window=window, batch=batch).per_token,
+                carried=carried_loss(model, ids).per_token,
+                error=None,
+                plain_error=None,
+                states=states,
+                stepped=stepped_loss(model, ids),
+            )
+        )
+    return rows
+
+
+@torch.no_grad()
+def stepped_loss(model: LanguageModel, ids: Tensor) -> float:
+    """Return the loss in nats per token when decode steps read the text, in STREAMS pieces."""
+    length = min(len(ids) // STREAMS, MOST_STEPS + 1)
+    if length < 2:
+        raise ValueError(f"the text has fewer than {2 * STREAMS} tokens")
+    pieces = ids[: STREAMS * length].view(STREAMS, length)
+    state = model.new_state(STREAMS)
+    slots = torch.arange(STREAMS, dtype=torch.int32, device=ids.device)
+    total = torch.zeros((), dtype=torch.float64, device=ids.device)
+    for at in range(length - 1):
+        hidden = model.step(pieces[:, at].int().contiguous(), state, slots)
+        total += functional.cross_entropy(
+            model.logits(hidden).float(), pieces[:, at + 1].long(), reduction="sum"
+        )
+    return float(total) / (STREAMS * (length - 1))
 
 
 def _weight_errors(folder: Path, model: LanguageModel, kind: Quantization) -> tuple[float, float]:
@@ -114,6 +165,23 @@ def _report(rows: Sequence[Row]) -> None:
     )
 
 
+def _report_states(rows: Sequence[Row]) -> None:
+    exact = rows[0]
+    print_table(
+        f"{exact.model}, weights {exact.weights}: nats per token by the type of states (change)",
+        ["states", "windows", "carried", "token by token"],
+        [
+            [
+                str(row.states),
+                _change(row.windows, exact.windows),
+                _change(row.carried, exact.carried),
+                _change(cast("float", row.stepped), cast("float", exact.stepped)),
+            ]
+            for row in rows
+        ],
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     options = command_line("quantization", __doc__)
     options.add_argument(
@@ -147,7 +215,10 @@ def main(argv: list[str] | None = None) -> int:
             worst = max(worst, *(abs(change) for change in changes))
             found.append(row)
         _report(found)
-        rows += found
+        states = measure_states(folder, name, ids, chosen)
+        if states:
+            _report_states(states)
+        rows += found + states
     print(f"largest change by quantisation: {worst:.4f} nats per token (allowed: {ALLOWED})")
     save_json(args.json, {"device": str(device), "rows": [asdict(row) for row in rows]})
     return 0 if worst < ALLOWED else 1

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.models import registry
 from engine.models.loader import load_model, save_model
+from engine.models.mamba.config import MambaConfig
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
 from engine.training.evaluation import carried_loss, windows_loss
@@ -36,6 +38,31 @@ def folder(tmp_path: Path) -> Path:
     save_model(tmp_path / "tiny", LM(config), config, "bfloat16")
     tokenizer.save(str(tmp_path / "tiny" / "tokenizer.json"))
     return tmp_path / "tiny"
+
+
+def test_states_of_both_types_are_measured(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, folder = byte_level_tokenizer(), tmp_path / "mamba"
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        d_model=24,
+        n_layers=1,
+        inner=48,
+        state_size=16,
+        dt_rank=8,
+    )
+    save_model(folder, registry.build(config), config, "float32")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    where = tmp_path / "figures.json"
+    main(["--data", str(data), "--model", str(folder), "--device", "cpu", "--json", str(where)])
+    exact, narrow = [row for row in json.loads(where.read_text())["rows"] if row["states"]]
+    assert (exact["states"], narrow["states"]) == ("float32", "bfloat16")
+    for row in (exact, narrow):
+        assert row["stepped"] == pytest.approx(row["carried"], abs=0.05)
+    assert exact["stepped"] != narrow["stepped"]
+    assert "by the type of states" in capsys.readouterr().out
 
 
 def test_the_losses_are_the_trainers_on_the_last_tenth(
