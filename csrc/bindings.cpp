@@ -184,6 +184,12 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor(a!) state, Tensor slots, str cell, bool linear_candidate=False, "
       "bool normalize_gates=True, bool fixed_order=False, Tensor? lower_bound=None) -> "
       "(Tensor out, Tensor squares)");
+  // W x (/ norm) (+ bias), of which channels from `first` on pass one step of a causal convolution
+  // and SiLU to `convolved`; the others are in out. Up to 64 rows
+  m.def(
+      "linear_convolve(Tensor x, Tensor? squares, float eps, Tensor weight, Tensor? bias, "
+      "Tensor filter, Tensor? filter_bias, Tensor(a!) state, Tensor slots, int first=0) -> "
+      "(Tensor out, Tensor convolved)");
   // x += W y (/ the norm that y_squares gives) (+ bias); x times the next norm's weight, empty
   // without; sums of squares of x, empty without this weight unless asked for; then x += ahead
   m.def(
@@ -277,6 +283,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   m.impl("linear_best", TORCH_BOX(&minserve::linear_best));
   m.impl("draw_best_", TORCH_BOX(&minserve::draw_best));
   m.impl("linear_step", TORCH_BOX(&minserve::linear_step));
+  m.impl("linear_convolve", TORCH_BOX(&minserve::linear_convolve));
   m.impl("linear_residual_", TORCH_BOX(&minserve::linear_residual));
   m.impl("linear_embed", TORCH_BOX(&minserve::linear_embed));
   m.impl("rms_norm", TORCH_BOX(&minserve::rms_norm));

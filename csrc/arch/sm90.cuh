@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "prefetch.cuh"
 #include "ptx.cuh"
 
 namespace minserve {
@@ -118,9 +119,6 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
 // "membar, fence": fence.proxy.tensormap; CUDA programming guide, "TMA", maps in global memory).
 __device__ __forceinline__ void acquire_tensor_map(const void* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
-}
-__device__ __forceinline__ void prefetch_to_l2(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // --- rings of stages in shared memory, from whoever copies to whoever multiplies

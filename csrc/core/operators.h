@@ -111,6 +111,11 @@ std::tuple<Tensor, Tensor> linear_step(const Tensor& x, const MaybeTensor& squar
                                        const std::string& cell, bool linear_candidate,
                                        bool normalize_gates, bool batch_invariant,
                                        const MaybeTensor& lower_bound);
+std::tuple<Tensor, Tensor> linear_convolve(const Tensor& x, const MaybeTensor& squares, double eps,
+                                           const Tensor& weight, const MaybeTensor& bias,
+                                           const Tensor& filter, const MaybeTensor& filter_bias,
+                                           const Tensor& state, const Tensor& slots,
+                                           std::int64_t first);
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool batch_invariant,

@@ -16,7 +16,12 @@ enum class Epilogue : int {
   logits,    // y in fp32
   residual,  // x += y; x times the next norm's weight; sums of squares of x; x += ahead
   swiglu,    // silu(gate) * up, of two rows of W for each channel: gate | up
+  // Of up to kMostSmallBatch tokens:
+  wide_residual,  // residual, of an x in fp32; x times the next norm's weight is rounded
+  convolve,       // of some channels one step of a causal convolution and SiLU of it, of others y
 };
+constexpr std::int64_t kMostSmallBatch = 64;
+constexpr int kConvolvedTaps = 4;
 
 // The cells whose step an epilogue computes.
 using GemmCells = CellList<CellKind::mingru, CellKind::minlstm, CellKind::hgrn>;
@@ -54,6 +59,13 @@ struct GemmArgs : DeferredNorm {
   const std::int32_t* slots = nullptr;  // [tokens]
   const float* parameter = nullptr;     // [channels], of cells that have one; or null: zeros
   bool linear_candidate = false, normalize_gates = true;
+
+  // convolve: of channels from first_convolved on. Their state rows [kConvolvedTaps - 1, convolved]
+  // have inputs tap_stride apart, oldest first; what comes of them is in convolved_out.
+  std::int64_t first_convolved = 0, convolved = 0, tap_stride = 0;
+  const void* filter = nullptr;       // [convolved, kConvolvedTaps]
+  const void* filter_bias = nullptr;  // [convolved], or null
+  void* convolved_out = nullptr;      // [tokens, convolved]
 
   bool batch_invariant = false;  // sums in an order that the number of tokens has no part in
   int serial_split_k = 1;        // parts of the inputs that a block takes one after another

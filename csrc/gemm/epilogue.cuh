@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "../arch/prefetch.cuh"
 #include "../core/vector_access.cuh"
 #include "../cells/gates.h"
 #include "../core/gelu.cuh"
@@ -83,6 +84,32 @@ struct StateBefore {
   }
 };
 
+// Of a residual stream in fp32.
+struct WideStreamBefore {
+  Quad<float> x;
+  __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int) {
+    if (at.inside(args)) x.load(static_cast<const float*>(args.x) + at.offset(args));
+  }
+};
+// Of channels that are convolved: the filter, and the inputs before this one.
+struct WindowBefore {
+  Channels<bf16, kQuad * kConvolvedTaps> filter;
+  Quad<bf16> bias;  // zeros
+  Quad<float> inputs[kConvolvedTaps - 1];
+  float* row;  // null: a padding row
+  __device__ __forceinline__ void load(const GemmArgs& args, const QuadPosition& at, int slot) {
+    row = nullptr;
+    const std::int64_t own = at.channel - args.first_convolved;
+    if (own < 0 || own >= args.convolved || !at.inside(args)) return;
+    filter.load(static_cast<const bf16*>(args.filter) + own * kConvolvedTaps);
+    if (args.filter_bias) bias.load(static_cast<const bf16*>(args.filter_bias) + own);
+    if (slot < 0 || slot >= args.num_slots) return;
+    row = args.state + slot * args.state_stride + own;
+#pragma unroll
+    for (int k = 0; k < kConvolvedTaps - 1; ++k) inputs[k].load(row + k * args.tap_stride);
+  }
+};
+
 // What follows a product: the step of a cell or SwiGLU, of which several rows of W make a channel,
 // or an epilogue of rows. kStepping: each token has a row of state.
 template <template <class> class CellOf>
@@ -97,6 +124,13 @@ struct StepOf {
   static_assert(Cell::kStates == 1 && Cell::kOutputs == 1, "a quad has one of each");
   static_assert(kGates - Cell::kInputs <= 1 && kParameters <= 1, "no kernel has more");
   static_assert(kGates == 2 || kGates == 3, "tiles of rows are laid out for these");
+  static __device__ __forceinline__ void prefetch_operands(const GemmArgs&, std::int64_t, int) {}
+  // The states of a line of channels.
+  static __device__ __forceinline__ void prefetch_state(const GemmArgs& args, int slot,
+                                                        std::int64_t channel) {
+    if (slot < 0 || slot >= args.num_slots || channel >= args.channels) return;
+    prefetch_to_l2(args.state + slot * args.state_stride + channel);
+  }
   static_assert(!kOutputGate || kGates == 3, "squares are summed by sixteen threads of a token");
 };
 struct SwiGlu {
@@ -108,6 +142,33 @@ struct NoStep {
   using Before = StreamBefore;
   static constexpr int kGates = 1, kParameters = 0;
   static constexpr bool kStepping = false;
+};
+struct WideResidual {
+  using Before = WideStreamBefore;
+  static constexpr int kGates = 1, kParameters = 0;
+  static constexpr bool kStepping = false;
+};
+struct Convolve {
+  using Before = WindowBefore;
+  static constexpr int kGates = 1, kParameters = 0;
+  static constexpr bool kStepping = true;
+  // The filter of a block's channels; no kernel writes it.
+  static __device__ __forceinline__ void prefetch_operands(const GemmArgs& args,
+                                                           std::int64_t first_channel, int lane) {
+    constexpr int kLine = 128 / (kConvolvedTaps * 2);  // channels
+    const std::int64_t own = first_channel - args.first_convolved + lane * kLine;
+    if (lane >= kSquareRows / kLine || own < 0 || own >= args.convolved) return;
+    prefetch_to_l2(static_cast<const bf16*>(args.filter) + own * kConvolvedTaps);
+  }
+  static __device__ __forceinline__ void prefetch_state(const GemmArgs& args, int slot,
+                                                        std::int64_t channel) {
+    const std::int64_t own = channel - args.first_convolved;
+    if (slot < 0 || slot >= args.num_slots || own < 0 || own >= args.convolved) return;
+#pragma unroll
+    for (int k = 0; k < kConvolvedTaps - 1; ++k) {
+      prefetch_to_l2(args.state + slot * args.state_stride + k * args.tap_stride + own);
+    }
+  }
 };
 
 template <class F, template <class> class CellOf>
@@ -212,6 +273,65 @@ __device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPositio
   Quad<bf16> out;
   out.set(y);
   out.store(static_cast<bf16*>(args.out) + at.offset(args));
+}
+
+// The residual stream in fp32, and what the norm that comes next needs of it.
+template <int kChannels>
+__device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPosition& at,
+                                         const EpilogueOperands<1, kChannels>& vectors,
+                                         const WideStreamBefore& before, float (&y)[kQuad]) {
+  add_bias(args, vectors.bias[0] + at.own_channel, y);
+  Quad<bf16> weight, scaled;
+  weight.load(vectors.norm_weight + at.own_channel);
+  float sum = 0.0f, to_scale[kQuad];
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    y[i] += before.x[i];
+    sum += y[i] * y[i];
+    to_scale[i] = y[i] * weight[i];
+  }
+  Quad<float> x;
+  x.set(y);
+  x.store(static_cast<float*>(args.x) + at.offset(args));
+  scaled.set(to_scale);
+  scaled.store(static_cast<bf16*>(args.scaled) + at.offset(args));
+  write_squares(args, at, sum);
+}
+
+// One step of the convolution as conv1d computes it, of a product that is rounded as it is there.
+template <int kChannels>
+__device__ __forceinline__ void epilogue(const GemmArgs& args, const QuadPosition& at,
+                                         const EpilogueOperands<1, kChannels>& vectors,
+                                         const WindowBefore& before, float (&y)[kQuad]) {
+  add_bias(args, vectors.bias[0] + at.own_channel, y);
+  Quad<bf16> rounded;
+  rounded.set(y);
+  const std::int64_t own = at.channel - args.first_convolved;
+  if (own < 0 || own >= args.convolved) {
+    return rounded.store(static_cast<bf16*>(args.out) + at.offset(args));
+  }
+  float current[kQuad];
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    const auto tap = [&](int k) { return before.filter[i * kConvolvedTaps + k]; };
+    current[i] = rounded[i];
+    float sum = before.bias[i];
+#pragma unroll
+    for (int k = 0; k < kConvolvedTaps - 1; ++k) sum = fmadd(tap(k), before.inputs[k][i], sum);
+    y[i] = before.row ? silu(fmadd(tap(kConvolvedTaps - 1), current[i], sum)) : 0.0f;
+  }
+  if (before.row) {
+#pragma unroll
+    for (int k = 0; k < kConvolvedTaps - 2; ++k) {
+      before.inputs[k + 1].store(before.row + k * args.tap_stride);
+    }
+    Quad<float> newest;
+    newest.set(current);
+    newest.store(before.row + (kConvolvedTaps - 2) * args.tap_stride);
+  }
+  Quad<bf16> out;
+  out.set(y);
+  out.store(static_cast<bf16*>(args.convolved_out) + at.token * args.convolved + own);
 }
 
 // One step from a quad's pre-activations; `own`: where its channels are in `vectors`.

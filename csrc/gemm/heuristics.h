@@ -36,6 +36,16 @@ class SmallBatchHeuristic {
     return some();
   }
 
+  // Of up to 64 tokens, where no persistent kernel has the epilogue.
+  GemmConfig choose_small_batch() const {
+    const GemmConfig config = tokens_ <= 32 ? few() : some();
+    if (config.tile != TileConfig::persistent_64_32) return config;
+    return {tokens_ <= 8    ? TileConfig::tokens_8
+            : tokens_ <= 16 ? TileConfig::tokens_16
+                            : TileConfig::tokens_32,
+            1};
+  }
+
  private:
   static constexpr std::int64_t kOneWave = 140, kTwoWaves = 264;
 

@@ -218,14 +218,66 @@ std::tuple<Tensor, Tensor> linear_step(const Tensor& x, const MaybeTensor& squar
   return {out, sums};
 }
 
+std::tuple<Tensor, Tensor> linear_convolve(const Tensor& x, const MaybeTensor& squares, double eps,
+                                           const Tensor& weight, const MaybeTensor& bias,
+                                           const Tensor& filter, const MaybeTensor& filter_bias,
+                                           const Tensor& state, const Tensor& slots_given,
+                                           std::int64_t first) {
+  const Maps maps("linear_convolve", x, "x", weight);
+  GemmArgs args = maps.args(Epilogue::convolve, x, weight, 1, bias);
+  maps.normed(args, x, squares, eps);
+  const Check& check = maps.check;
+  check.require(args.tokens <= kMostSmallBatch, "x must have at most ", kMostSmallBatch,
+                " rows, got ", args.tokens);
+  check.tensor(filter, "filter", x.scalar_type(), {-1, kConvolvedTaps}, "[convolved, 4]");
+  check.require(filter.is_contiguous(), "filter must be contiguous");
+  maps.aligned(filter, "filter");
+  args.convolved = filter.size(0);
+  check.require(first >= 0 && first % 4 == 0 && args.convolved % 4 == 0 &&
+                    first + args.convolved <= args.channels,
+                "channels from `first` on, a multiple of 4, must be rows of weight; got ", first,
+                " and ", describe(filter));
+  args.first_convolved = first;
+  args.filter = filter.const_data_ptr();
+  if (filter_bias) {
+    maps.rows(*filter_bias, "filter_bias", x, args.convolved);
+    args.filter_bias = filter_bias->const_data_ptr();
+  }
+  check.tensor(state, "state", ScalarType::Float, {-1, kConvolvedTaps - 1, args.convolved},
+               "[num_slots, 3, convolved]");
+  check.require(state.stride(2) == 1 && state.stride(1) % 4 == 0 && state.stride(0) % 4 == 0 &&
+                    address(state) % 16 == 0,
+                "rows of state must be contiguous and aligned to 16 bytes");
+  const Tensor slots = torch::stable::contiguous(slots_given);
+  const Layout layout = step_layout(check, slots, state.size(0), args.tokens, args.convolved);
+  args.state = static_cast<float*>(state.mutable_data_ptr());
+  args.state_stride = state.stride(0);
+  args.tap_stride = state.stride(1);
+  args.num_slots = layout.num_slots;
+  args.slots = layout.slots;
+  Tensor out = torch::stable::new_empty(x, {args.tokens, args.channels});
+  Tensor convolved = torch::stable::new_empty(x, {args.tokens, args.convolved});
+  args.out = out.mutable_data_ptr();
+  args.convolved_out = convolved.mutable_data_ptr();
+  maps.run(args, x, weight);
+  return {out, convolved};
+}
+
 std::tuple<Tensor, Tensor> linear_residual(const Tensor& y, const Tensor& weight,
                                            const MaybeTensor& bias, const Tensor& x,
                                            const MaybeTensor& norm_weight, bool batch_invariant,
                                            const MaybeTensor& ahead, bool squares,
                                            const MaybeTensor& y_squares, double eps) {
   const Maps maps("linear_residual_", y, "y", weight);
-  GemmArgs args = maps.args(Epilogue::residual, y, weight, 1, bias);
-  maps.check.tensor(x, "x", y.scalar_type(), {args.tokens, args.channels}, "[tokens, channels]");
+  const bool wide = x.scalar_type() == ScalarType::Float;
+  GemmArgs args =
+      maps.args(wide ? Epilogue::wide_residual : Epilogue::residual, y, weight, 1, bias);
+  maps.check.tensor(x, "x", wide ? ScalarType::Float : y.scalar_type(),
+                    {args.tokens, args.channels}, "[tokens, channels], bfloat16 or float32");
+  maps.check.require(
+      !wide || (norm_weight && !batch_invariant && !ahead && args.tokens <= kMostSmallBatch),
+      "x in float32 takes up to ", kMostSmallBatch,
+      " rows, a norm_weight, no fixed_order and nothing ahead; got ", describe(x));
   maps.check.require(x.is_contiguous(), "x is changed in place, so it must be contiguous");
   maps.aligned(x, "x");
   maps.check.require(!overlap(x, y), "x is changed in place, so it must not share memory with y");

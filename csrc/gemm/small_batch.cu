@@ -34,16 +34,13 @@ void launch_shape(const GemmArgs& args, const void* weight, const void* input, i
       .launch(&small_batch_kernel<S>, "GEMM", weights, inputs, args);
 }
 
+// In one of the tiles of small batches, if `config` names one.
 template <class Step>
-void launch_gemm(GemmArgs args, const void* weight, const void* input, std::optional<CellKind> cell,
-                 int device, cudaStream_t stream) {
-  constexpr int kGates = Step::kGates;
-  const GemmConfig config =
-      args.batch_invariant
-          ? BatchInvariantHeuristic(args.channels, args.inputs, kGates, args.tokens).choose()
-          : SmallBatchHeuristic(args.channels, args.inputs, kGates, args.tokens).choose();
+bool launch_small_batch(const GemmConfig& config, const GemmArgs& args, const void* weight,
+                        const void* input, int device, cudaStream_t stream) {
   const auto launch = [&](auto shape) {
     launch_shape<decltype(shape)>(args, weight, input, config.split_k, device, stream);
+    return true;
   };
   switch (config.tile) {
     case TileConfig::tokens_8:
@@ -55,10 +52,28 @@ void launch_gemm(GemmArgs args, const void* weight, const void* input, std::opti
     case TileConfig::tokens_64:
       return launch(SmallBatchShape<Step, 64, true>());
     default:
-      break;
+      return false;
   }
+}
+
+template <class Step>
+void launch_gemm(GemmArgs args, const void* weight, const void* input, std::optional<CellKind> cell,
+                 int device, cudaStream_t stream) {
+  constexpr int kGates = Step::kGates;
+  const GemmConfig config =
+      args.batch_invariant
+          ? BatchInvariantHeuristic(args.channels, args.inputs, kGates, args.tokens).choose()
+          : SmallBatchHeuristic(args.channels, args.inputs, kGates, args.tokens).choose();
+  if (launch_small_batch<Step>(config, args, weight, input, device, stream)) return;
   args.serial_split_k = config.serial_split_k;
   gemm_persistent(config, args, weight, input, cell, device, stream);
+}
+
+template <class Step>
+void launch_small_batch_only(const GemmArgs& args, const void* weight, const void* input,
+                             int device, cudaStream_t stream) {
+  const SmallBatchHeuristic heuristic(args.channels, args.inputs, Step::kGates, args.tokens);
+  launch_small_batch<Step>(heuristic.choose_small_batch(), args, weight, input, device, stream);
 }
 
 }  // namespace
@@ -67,6 +82,12 @@ void gemm(const GemmArgs& args, const void* weight, const void* input, std::opti
           int device, void* stream) {
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
+  if (args.epilogue == Epilogue::wide_residual) {
+    return launch_small_batch_only<WideResidual>(args, weight, input, device, on);
+  }
+  if (args.epilogue == Epilogue::convolve) {
+    return launch_small_batch_only<Convolve>(args, weight, input, device, on);
+  }
   with_step(args.epilogue, cell,
             [&](auto step) { launch_gemm<decltype(step)>(args, weight, input, cell, device, on); });
 }

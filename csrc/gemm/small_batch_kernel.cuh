@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     __syncwarp();
   } else if (warp == S::kComputing / 32 + 1) {
     vectors.ask(args, static_cast<int>(first_channel), lane, 32);
+    if constexpr (S::kStepping) S::Step::prefetch_operands(args, first_channel, lane);
     wait_for_previous_kernel();
 #pragma unroll 1
     for (int n = lane; n < share; n += 32) {
@@ -130,13 +131,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       if (S::kStepping) slots[n] = token < args.tokens ? args.slots[token] : -1;
     }
     __syncwarp();
-    if (S::kStepping) {
+    if constexpr (S::kStepping) {
       constexpr int kLines = S::kChannels * 4 / 128;
       for (int n = lane; n < share * kLines; n += 32) {
-        const int slot = slots[n / kLines];
-        if (slot >= 0 && slot < args.num_slots && first_channel + n % kLines * 32 < args.channels) {
-          prefetch_to_l2(args.state + slot * args.state_stride + first_channel + n % kLines * 32);
-        }
+        S::Step::prefetch_state(args, slots[n / kLines], first_channel + n % kLines * 32);
       }
     }
     wait_for_copies();

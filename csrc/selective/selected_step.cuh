@@ -55,6 +55,21 @@ __device__ __forceinline__ void project_dt(const SelectedArgs& args, const Lanes
   }
 }
 
+// Asks for the weights that project_dt() reads.
+template <class Lanes>
+__device__ __forceinline__ void prefetch_dt_weights(const SelectedArgs& args, const Lanes& lanes) {
+  const int chunks = args.rank / kDtVec;
+  const std::int64_t channels = args.step.layout.channels;
+  // A line has a chunk of as many channels as a group of lanes.
+  if (Lanes::lane() % Lanes::kWarpChannels || !lanes.owns()) return;
+  const bf16* const weights = args.dt_weight + lanes.own() * kDtVec;
+  constexpr int kTurns = kWarpLanes / Lanes::kWarpChannels;
+  for (int at = Lanes::kOneUnit ? Lanes::group() : 0; at < chunks;
+       at += Lanes::kOneUnit ? kTurns : 1) {
+    prefetch_to_l2(weights + at * channels * kDtVec);
+  }
+}
+
 // One over the root mean square of `size` numbers whose squares sum to `squares`.
 __device__ __forceinline__ float one_over_rms(float squares, int size, float eps) {
   return rsqrtf(squares / static_cast<float>(size) + eps);
@@ -93,21 +108,25 @@ __global__ void __launch_bounds__(kThreads, 5)
       static_cast<int>(thread_of_group() / kWarpLanes) * kUnits * Lanes::kWarpChannels;
   const std::int64_t row = row_group() * kRows;
   pdl_launch_dependents();
-  wait_for_previous_kernel();
   if (first >= step.layout.channels || row >= step.layout.tokens) return;
   const std::int64_t left = step.layout.tokens - row;
   const int count = left < kRows ? static_cast<int>(left) : kRows;
 
+  // No kernel writes weights, so they are read before the previous kernel has ended. The states lie
+  // where they will lie then, in all but a few cases.
   Lanes lanes(step, first);
   const int own = lanes.own();
-  StepInputs<bf16, kStates, kStates, false> next;
-  next.load(step, row, own, lanes.owns(), Lanes::first_state());
   lanes.load_rates(step);
   float bias = 0.0f, skip = 0.0f;
   if (lanes.owns()) {
     bias = channel_number(step.dt_bias, own, bf16{});
     skip = channel_number(step.D, own, bf16{});
   }
+  prefetch_dt_weights(args, lanes);
+  for (int r = 0; r < count; ++r) lanes.prefetch(step, step.layout.slots[row + r]);
+  wait_for_previous_kernel();
+  StepInputs<bf16, kStates, kStates, false> next;
+  next.load(step, row, own, lanes.owns(), Lanes::first_state());
   float dt[kRows];
   project_dt<Lanes, kUnits>(args, lanes, row, count, dt);
 #pragma unroll 1

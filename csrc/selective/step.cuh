@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "../arch/prefetch.cuh"
 #include "../core/row_grid.cuh"
 #include "../core/vector_access.cuh"
 #include "recurrence.cuh"
@@ -21,6 +22,7 @@ template <class State, int kStates, int kLanes, int kUnits, bool kWhole>
 class StepLanes {
  public:
   static constexpr int kWarpChannels = kWarpLanes / kLanes;
+  static constexpr bool kOneUnit = kUnits == 1;
 
   __device__ __forceinline__ StepLanes(const SelectiveArgs& args, int first)
       : channels_(static_cast<int>(args.layout.channels)),
@@ -43,6 +45,17 @@ class StepLanes {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       load_states<kWhole>(args.A + place_of(u), states_of(u), a_[u]);
+    }
+  }
+  // Asks for a row's states early. The row may become another's, or padding, before it is loaded.
+  __device__ __forceinline__ void prefetch(const SelectiveArgs& args, std::int64_t slot) const {
+    constexpr int kLineChannels = 128 / (kStates * kLanes * static_cast<int>(sizeof(float)));
+    if (group() > 0 || lane() % (kLineChannels > 1 ? kLineChannels : 1)) return;
+    if (slot < 0 || slot >= args.layout.num_slots) return;
+    const State* const row = static_cast<const State*>(args.state) + slot * args.slot_stride;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (states_of(u) > 0) prefetch_to_l2(row + place_of(u));
     }
   }
   // The states of a row; of one that is padding zeros, which are not stored.

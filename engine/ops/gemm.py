@@ -4,6 +4,7 @@
     linear_swiglu      y = silu(gate) * up of (gate | up) = W x / norm + bias
     linear_residual_   x += W y, and the inputs of the next norm
     linear_step        gate projection and one step of the recurrence
+    linear_convolve    y, of which some channels pass a step of a short convolution and SiLU
     linear_best        the LM head for greedily sampled rows: argmax, no logits
     linear_embed       the embedding, prepared for the first norm (an epilogue without a product)
 
@@ -106,6 +107,45 @@ def linear_swiglu(
     return y
 
 
+def linear_convolve(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    filter: Tensor,
+    filter_bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `linear_map`, and of some channels `conv_step` with SiLU, in one kernel.
+
+    Args:
+        x, squares, eps: as for `linear_map`, of up to 64 tokens.
+        weight, bias: as for `linear_map`.
+        filter: [convolved, 4], contiguous, convolved a multiple of 4. Prefetched like weight.
+        filter_bias: [convolved]. Prefetched like weight.
+        state: float32 [num_slots, 3, convolved], the inputs before, oldest first, channels
+            contiguous and aligned to 16 bytes; **changed in place**.
+        slots: int32 [batch]; negative: a padding row, which is skipped; its outputs are zero. No
+            row may occur twice.
+        first: the first row of weight whose channel is convolved, a multiple of 4.
+
+    Returns:
+        y [tokens, rows], of which the convolved columns are not written, and SiLU of the
+        convolution [tokens, convolved], both in x's dtype. The convolution's input is y rounded.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit (slots out of range are skipped);
+            NotImplementedError on the CPU.
+    """
+    y, convolved = torch.ops.minserve.linear_convolve(
+        x, squares, eps, weight, bias, filter, filter_bias, state, slots, first
+    )
+    return y, convolved
+
+
 def linear_residual_(
     y: Tensor,
     weight: Tensor,
@@ -128,6 +168,8 @@ def linear_residual_(
         weight: [channels, inputs]; channels a multiple of 64. Prefetched as in `linear_map`.
         bias: [channels]. Prefetched like weight, as are norm_weight and ahead.
         x: [tokens, channels], contiguous; **changed in place**, so it must not share memory with y.
+            bfloat16; or float32, of up to 64 tokens, with norm_weight and neither fixed_order nor
+            ahead.
         norm_weight: [channels], of the norm that comes next; None: none does.
         fixed_order: as for `linear_map`.
         ahead: [channels], added to the rounded x after the next norm's inputs have been computed.
@@ -138,7 +180,7 @@ def linear_residual_(
         eps: epsilon of that division.
 
     Returns:
-        x * norm_weight [tokens, channels] in x's dtype, and the sums of squares of x, float32
+        x * norm_weight [tokens, channels] in y's dtype, and the sums of squares of x, float32
         [channels / 64, tokens], as `linear_map` takes them. Without norm_weight the first is empty,
         and the second unless `squares` is set.
 

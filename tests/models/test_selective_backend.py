@@ -20,10 +20,12 @@ from tests.models.variants import int32, relative_error
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
-_BASE = MambaConfig(vocab_size=300, d_model=96, n_layers=3, inner=192, state_size=16, dt_rank=8)
+_BASE = MambaConfig(vocab_size=300, d_model=128, n_layers=3, inner=256, state_size=16, dt_rank=8)
 CONFIGS = {
     "mamba": _BASE,
-    "biases": dataclasses.replace(_BASE, bias=True, conv_bias=False, conv_kernel=2),
+    "no multiple of 64": dataclasses.replace(_BASE, d_model=96, inner=192),
+    "biases": dataclasses.replace(_BASE, bias=True, conv_bias=False),
+    "two taps": dataclasses.replace(_BASE, conv_kernel=2),
     "narrow residual stream": dataclasses.replace(_BASE, residual_in_fp32=False),
     "falcon-mamba": dataclasses.replace(_BASE, selection_norm_eps=1e-6, dt_rank=264),
     "bfloat16 states": dataclasses.replace(_BASE, state_dtype="bfloat16"),

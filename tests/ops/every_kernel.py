@@ -34,6 +34,7 @@ from engine.ops.gemm import (
     SQUARE_ROWS,
     best_of,
     linear_best,
+    linear_convolve,
     linear_embed,
     linear_map,
     linear_residual_,
@@ -237,6 +238,13 @@ def maps(channels: int, inputs: int, tokens: int, fixed: bool) -> None:
     linear_residual_(x, weight, bias, stream, norm, fixed, bias)
     of_x = random(-(-inputs // SQUARE_ROWS), tokens, dtype=torch.float32).square()
     linear_residual_(x, weight, bias, stream, None, fixed, None, True, of_x, EPS)
+    if tokens <= 64 and not fixed:
+        linear_residual_(x, weight, bias, stream.float(), norm)
+        window, first = random(tokens + 2, 3, width - 4, dtype=torch.float32), 4
+        taps = random(width - 4, 4)
+        linear_convolve(x, squares, EPS, weight, None, taps, None, window, slots, first)
+        of_taps = random(width - 4)
+        linear_convolve(x, squares, EPS, weight, bias, taps, of_taps, window, slots, first)
     torch.cuda.synchronize()
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops import hgrn_step, mingru_step, minlstm_step
+from engine.ops import conv_step, hgrn_step, mingru_step, minlstm_step
 from engine.ops.gemm import (
     SQUARE_ROWS,
+    linear_convolve,
     linear_embed,
     linear_map,
     linear_map_reference,
@@ -280,6 +281,87 @@ def test_linear_residual(tokens: int, channels: int, inputs: int) -> None:
     scaled, squares = linear_residual_(y, weight, None, x, None)
     assert scaled.shape == (0, channels) and squares.shape == (0, tokens)
     close(x, linear_residual_reference(y, weight, None, before))
+
+
+@pytest.mark.parametrize("channels,inputs", [(64, 64), (768, 1536), (2560, 5120)])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 31, 64])
+def test_linear_residual_of_a_wide_stream(tokens: int, channels: int, inputs: int) -> None:
+    y = on_gpu(exact(tokens, inputs, seed=5))
+    weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5))
+    norm = on_gpu(1 + 0.2 * exact(channels, seed=7))
+    before = exact(tokens, channels, seed=6).to("cuda", torch.float32)
+    for bias in (None, on_gpu(exact(channels, seed=3))):
+        x = before.clone()
+        scaled, squares = linear_residual_(y, weight, bias, x, norm)
+        expected = linear_residual_reference(y, weight, bias, before)
+        torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(scaled, (x * norm).bfloat16())
+        sums = x.double().square().view(tokens, -1, SQUARE_ROWS).sum(-1).T
+        torch.testing.assert_close(squares.double(), sums, rtol=1e-5, atol=1e-5)
+
+
+def test_a_wide_stream_takes_few_rows_and_a_norm() -> None:
+    y, weight = on_gpu(exact(65, 64, seed=5)), on_gpu(exact(64, 64, seed=1))
+    x, norm = torch.zeros(65, 64, device="cuda"), on_gpu(exact(64, seed=7))
+    with pytest.raises(RuntimeError, match="up to 64 rows"):
+        linear_residual_(y, weight, None, x, norm)
+    for options in ({"norm_weight": None}, {"fixed_order": True}, {"ahead": norm}):
+        with pytest.raises(RuntimeError, match="a norm_weight, no fixed_order and nothing ahead"):
+            linear_residual_(y[:8], weight, None, x[:8], **{"norm_weight": norm, **options})
+
+
+# channels, inputs, the first one that is convolved, how many are: of Mamba, of Mamba-2, and such
+# that begin and end within tiles
+@pytest.mark.parametrize(
+    "channels,inputs,first,convolved",
+    [(3072, 768, 0, 1536), (10240, 2560, 0, 5120), (3352, 768, 1536, 1792), (200, 72, 68, 100)],
+)
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 31, 64])
+def test_linear_convolve(
+    tokens: int, channels: int, inputs: int, first: int, convolved: int
+) -> None:
+    x, squares = normed(tokens, inputs)
+    weight = on_gpu(exact(channels, inputs, seed=1, scale=inputs**-0.5))
+    window = exact(tokens + 2, 3, convolved, seed=9).to("cuda", torch.float32)
+    slots = torch.randperm(tokens + 2, device="cuda")[:tokens].to(torch.int32)
+    if tokens > 1:
+        slots[tokens // 2] = -1
+    real = slots >= 0
+    taps = on_gpu(exact(convolved, 4, seed=4))
+    kept = torch.ones(channels, dtype=torch.bool)
+    kept[first : first + convolved] = False
+    for bias, filter_bias in (
+        (None, None),
+        (on_gpu(exact(channels, seed=3)), on_gpu(exact(convolved, seed=8))),
+    ):
+        state = window.clone()
+        y, u = linear_convolve(
+            x, squares, EPS, weight, bias, taps, filter_bias, state, slots, first
+        )
+        expected = linear_map_reference(x, squares, EPS, weight, bias)
+        close(y[:, kept], expected[:, kept])
+        rows = slots[real].long()
+        newest = state[rows, -1]  # the products, rounded, which the convolution read
+        assert torch.equal(newest, newest.bfloat16().float())
+        close(newest.bfloat16(), expected[real][:, ~kept])
+        after = window.clone()
+        given = torch.zeros(tokens, convolved, dtype=torch.bfloat16, device="cuda")
+        given[real] = newest.bfloat16()
+        wanted = conv_step(given, taps, filter_bias, after, slots, silu=True)
+        assert torch.equal(u, wanted) and torch.equal(state, after)
+
+
+def test_linear_convolve_refuses_what_it_cannot_compute() -> None:
+    x, weight, taps = (on_gpu(exact(*size, seed=1)) for size in ((65, 64), (16, 64), (8, 4)))
+    state = torch.zeros(66, 3, 8, device="cuda")
+    slots = torch.arange(65, dtype=torch.int32, device="cuda")
+    with pytest.raises(RuntimeError, match="at most 64 rows"):
+        linear_convolve(x, None, EPS, weight, None, taps, None, state, slots)
+    few = x[:2], None, EPS, weight, None
+    with pytest.raises(RuntimeError, match="must be rows of weight"):
+        linear_convolve(*few, taps, None, state, slots[:2], 12)
+    with pytest.raises(RuntimeError, match=r"filter must be .*\[convolved, 4\]"):
+        linear_convolve(*few, taps[:, :3].contiguous(), None, state, slots[:2])
 
 
 def test_linear_embed() -> None:

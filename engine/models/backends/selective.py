@@ -1,6 +1,11 @@
 """SelectiveBackend: Mamba in bfloat16 on a GPU, with one kernel between two matrix products.
 
-A layer of a step is six kernels: the norm, which first adds the product before it to the residual
+A layer of a step is four kernels where the epilogues of linear maps take the rest: the product to
+x | z with the convolution and SiLU; the product that selects; the step, with the projection of its
+time steps and the norms of Falcon-Mamba; the out product, which adds to the residual stream and
+gives the next norm its inputs. That is on Hopper, for up to 64 sequences.
+
+Else it is six kernels: the norm, which first adds the product before it to the residual
 stream (that is fp32, so no product can add to it); the product to x | z; the convolution with SiLU;
 the product that selects; the step, with the projection of its time steps and the norms of
 Falcon-Mamba; the out product. A prompt has a product for its time steps and a scan.
@@ -44,7 +49,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step
 from engine.ops import conv_scan, conv_step, selective_scan
 from engine.ops.fused_norm import added_rms_norm_
-from engine.ops.gemm import linear_map
+from engine.ops.gemm import SQUARE_ROWS, linear_convolve, linear_map, linear_residual_
 from engine.ops.selective import pack_dt_weight, selected_step
 
 BACKEND = "selective"
@@ -56,6 +61,8 @@ _WIDTHS = f"d_model, inner and dt_rank multiples of 8, {_STATES} states"
 _SUMS = "deterministic is set, but its sums depend on the number of rows"
 # If nothing was timed, larger steps and prompts use products of the library, as in cublas.py.
 _MOST_TOKENS = 192
+# What linear_convolve takes.
+_MOST_FOLDED_ROWS, _FOLDED_TAPS = 64, 4
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> x weight^T + bias
 
@@ -129,6 +136,44 @@ class SelectiveLayers:
             )
 
         return self._read(product, tokens, recur)
+
+    @property
+    def folds(self) -> bool:
+        """Whether `folded_step` can run these layers."""
+        width = self._model.config.d_model
+        return width % SQUARE_ROWS == 0 and all(
+            block.conv.weight.shape[1] == _FOLDED_TAPS for block in self.blocks
+        )
+
+    @torch.no_grad()
+    def folded_step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """Compute `step` of up to 64 tokens with four kernels a layer."""
+        stream = self._model.embed(tokens)
+        normed = added_rms_norm_(stream, None, self._eps, self._norms[0])
+        squares: Tensor | None = None
+        for index, block in enumerate(self.blocks):
+            inputs, how, conv = cast("nn.Linear", block.inputs), block.recurrence, block.conv
+            xz, u = linear_convolve(
+                *(normed, squares, self._eps, inputs.weight, inputs.bias),
+                *(conv.weight, conv.bias, state[conv.state][index], slots),
+            )
+            y = selected_step(
+                u,
+                linear_map(u, None, 0.0, how.select.weight),
+                self._dt_weights[index],
+                *(how.A, how.D, how.dt.bias),
+                xz[:, block.inner :],
+                *(state[how.state][index], slots),
+                how.norm_eps,
+            )
+            out = cast("nn.Linear", block.out)
+            if index + 1 == len(self.blocks):
+                last = linear_map(y, None, 0.0, out.weight, out.bias)
+                return added_rms_norm_(stream, last, self._eps, self._norms[-1])
+            normed, squares = linear_residual_(
+                y, out.weight, out.bias, stream, self._norms[index + 1]
+            )
+        raise AssertionError("a model has layers")
 
     @torch.no_grad()
     def prefill(
@@ -278,7 +323,7 @@ class SelectiveBackend(PathBackend):
             Row(
                 NAME_ON_HOPPER,
                 no_maps,
-                lambda: [_path_of_maps(layers, maps, apart, bests=not deterministic)],
+                lambda: [_path_of_maps(layers, maps, apart, fixed_order=deterministic)],
             ),
             Row(NAME, _SUMS if deterministic else None, lambda: [by_library()]),
         ]
@@ -300,24 +345,29 @@ def _nothing(sizes: Collection[int]) -> None:
 
 
 def _path_of_maps(
-    layers: SelectiveLayers, maps: Product, head: SeparateHead, *, bests: bool
+    layers: SelectiveLayers, maps: Product, head: SeparateHead, *, fixed_order: bool
 ) -> ExecutionPath:
     """Return the path for all sizes on Hopper, with which the library's products are compared.
 
-    `bests`: its steps may end with the best tokens.
+    `fixed_order`: as of the products of `maps`; else its steps may end with the best tokens.
     """
+    folds = layers.folds and not fixed_order
+
+    def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        if folds and len(tokens) <= _MOST_FOLDED_ROWS:
+            return layers.folded_step(tokens, state, slots)
+        return layers.step(maps, tokens, state, slots)
 
     def tune(workload: Workload, sizes: Collection[int]) -> None:
         if workload != "prompt":
             head.tune(sizes)
 
-    step: Step = partial(layers.step, maps)
     return ExecutionPath(
         name=NAME_ON_HOPPER,
         sizes={"step": ANY, "prompt": ANY},
         unmeasured={"step": ANY, "prompt": ANY},
         step=head.behind(step),
-        step_to_bests=head.bests_behind(step) if bests else None,
+        step_to_bests=None if fixed_order else head.bests_behind(step),
         prefill=partial(layers.prefill, maps),
         tune=tune,
     )
