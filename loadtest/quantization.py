@@ -7,7 +7,8 @@ the initial state, and with the state carried through. Quantised models use the 
 `minserve serve` would choose on the device. The weights' error is the root mean square error of all
 quantised matrices relative to them; beside it stands the error with scales from each row's largest
 magnitude. A model whose states may be bfloat16 (`--state-dtype`) is measured with both types, also
-token by token, when a state is rounded after each. Exit code 1 if a quantised model's loss changes by 0.01 nats per token or more.
+token by token, when a state is rounded after each. Exit code 1 if a quantised model's loss changes
+by 0.01 nats per token or more.
 """
 
 from __future__ import annotations
