@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+#ifdef MINSERVE_EMULATOR
+#include "emulator/mma.h"
+#else
+
 namespace minserve {
 namespace cuda {
 
@@ -18,6 +22,19 @@ __device__ __forceinline__ uint4 ldmatrix_x4(std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
                : "r"(address)
+               : "memory");
+  return all;
+}
+// The same, by pointers into shared memory.
+__device__ __forceinline__ uint4 load_matrices(const void* shared) {
+  return ldmatrix_x4(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)));
+}
+// A lane's numbers of each matrix are two neighbours of a column, not of a row.
+__device__ __forceinline__ uint4 load_transposed_matrices(const void* shared) {
+  uint4 all;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(all.x), "=r"(all.y), "=r"(all.z), "=r"(all.w)
+               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)))
                : "memory");
   return all;
 }
@@ -67,3 +84,5 @@ __device__ __forceinline__ void mma_8_bit(float (&sums)[4], const uint4& w, unsi
 
 }  // namespace cuda
 }  // namespace minserve
+
+#endif

@@ -91,6 +91,15 @@ __device__ __forceinline__ void start_copy(void* shared, const void* global) {
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// What this thread has started since the last such call is a group, also if it is nothing.
+__device__ __forceinline__ void end_group_of_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits for this thread's groups but the last kUnderWay.
+template <int kUnderWay>
+__device__ __forceinline__ void wait_for_groups_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kUnderWay) : "memory");
+}
 
 // --- whole words that other blocks read or write meanwhile: never torn, in no order with others
 

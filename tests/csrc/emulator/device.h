@@ -43,6 +43,13 @@ inline void start_copy(void* shared, const void* global) {
 inline void wait_for_copies() {
   emulator::wait_for_copies();
 }
+inline void end_group_of_copies() {
+  emulator::end_group_of_copies();
+}
+template <int kUnderWay>
+inline void wait_for_groups_but() {
+  emulator::wait_for_groups_but(kUnderWay);
+}
 
 inline unsigned long long load_relaxed(const void* at) {
   unsigned long long bits;

@@ -50,9 +50,13 @@ int count_block(bool mine);  // meets the block; how many of its threads say so
 void sync_warp(unsigned mask);
 unsigned ballot(unsigned mask, bool mine);
 std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from);
+// What each lane of the warp gives, for all of them; until the warp meets again.
+const std::uint64_t* gather(std::uint64_t mine);
 void named_barrier(int number, unsigned threads);
 void start_copy(void* shared, const void* global, std::size_t bytes);
 void wait_for_copies();
+void end_group_of_copies();
+void wait_for_groups_but(std::size_t under_way);
 // Words that other blocks touch meanwhile. Stores land later, in any order.
 void load_word(const void* at, void* bits, std::size_t bytes);
 void store_word(void* at, const void* bits, std::size_t bytes);

@@ -43,6 +43,7 @@ struct Thread {
   unsigned number = 0;
   Clock clock;
   std::vector<Copy> copies;
+  std::vector<std::size_t> groups;  // of copies: how many had been started at the end of each
   const Meeting* waits_at = nullptr;
   const void* looks_at = nullptr;  // the word that it loaded last
 };

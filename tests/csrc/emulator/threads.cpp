@@ -90,6 +90,21 @@ void check_word(const void* at, std::size_t bytes, Use use) {
   if (!wrong.empty()) fail(wrong);
 }
 
+// The first copies that this thread has started, which are those of so many groups.
+void land_copies(std::size_t count, std::size_t groups) {
+  maybe_yield();
+  Thread& self = me();
+  for (std::size_t i = 0; i < count; ++i) {
+    const Copy& copy = self.copies[i];
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    self.block->shadow->land_copy(offset_in_shared(copy.to), copy.bytes, self.number, self.clock);
+  }
+  self.copies.erase(self.copies.begin(), self.copies.begin() + static_cast<long>(count));
+  self.groups.erase(self.groups.begin(), self.groups.begin() + static_cast<long>(groups));
+  for (std::size_t& end : self.groups) end -= count;
+  maybe_yield();
+}
+
 }  // namespace
 
 void fail(const std::string& what) {
@@ -165,6 +180,13 @@ std::uint64_t exchange(unsigned mask, std::uint64_t mine, int from) {
        [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
   return warp.taken[from];
 }
+const std::uint64_t* gather(std::uint64_t mine) {
+  Warp& warp = my_warp();
+  warp.given[me().number % 32] = mine;
+  meet(warp.meeting, 32, "a warp's product", false,
+       [&] { std::copy(warp.given, warp.given + 32, warp.taken); });
+  return warp.taken;
+}
 void named_barrier(int number, unsigned threads) {
   Block& block = *me().block;
   if (number < 1 || number > 15) fail("there is no named barrier " + std::to_string(number));
@@ -194,14 +216,16 @@ void start_copy(void* shared, const void* global, std::size_t bytes) {
   self.copies.push_back({static_cast<char*>(shared), static_cast<const char*>(global), bytes});
 }
 void wait_for_copies() {
-  maybe_yield();
-  Thread& self = me();
-  for (const Copy& copy : self.copies) {
-    std::memcpy(copy.to, copy.from, copy.bytes);
-    self.block->shadow->land_copy(offset_in_shared(copy.to), copy.bytes, self.number, self.clock);
-  }
-  self.copies.clear();
-  maybe_yield();
+  land_copies(me().copies.size(), me().groups.size());
+}
+void end_group_of_copies() {
+  me().groups.push_back(me().copies.size());
+}
+void wait_for_groups_but(std::size_t under_way) {
+  const std::vector<std::size_t>& groups = me().groups;
+  if (groups.size() <= under_way) return;
+  const std::size_t ended = groups.size() - under_way;
+  land_copies(groups[ended - 1], ended);
 }
 
 void load_word(const void* at, void* bits, std::size_t bytes) {
