@@ -36,6 +36,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("conv_step", TORCH_BOX(&minserve::conv_step));
   m.impl("selective_scan", TORCH_BOX(&minserve::selective_scan));
   m.impl("selective_step", TORCH_BOX(&minserve::selective_step));
+  m.impl("ssd_scan", TORCH_BOX(&minserve::ssd_scan));
+  m.impl("ssd_step", TORCH_BOX(&minserve::ssd_step));
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
@@ -98,7 +100,7 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "selected_step(Tensor x, Tensor selection, Tensor dt_weight, Tensor A, Tensor D, "
       "Tensor dt_bias, Tensor? z, Tensor(a!) state, Tensor slots, float? norm_eps=None) -> Tensor");
-  // Mamba-2's recurrence over packed sequences, on the CPU: time steps dt before bias, softplus and
+  // Mamba-2's recurrence over packed sequences: time steps dt before bias, softplus and
   // the limits [least, largest]; states of heads [num_slots, heads, head_dim, states]
   m.def(
       "ssd_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
@@ -267,8 +269,6 @@ STABLE_TORCH_LIBRARY(minserve, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
   implement(m);
-  m.impl("ssd_scan", TORCH_BOX(&minserve::ssd_scan));
-  m.impl("ssd_step", TORCH_BOX(&minserve::ssd_step));
   m.impl("lm_step", TORCH_BOX(&minserve::lm_step));
   m.impl("lm_prefill", TORCH_BOX(&minserve::lm_prefill));
   m.impl("lm_logits", TORCH_BOX(&minserve::lm_logits));

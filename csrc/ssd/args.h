@@ -31,7 +31,8 @@ struct SsdArgs {
   // Rows [heads, head_dim, states], each contiguous, slot_stride elements apart: fp32 or bf16.
   void* state = nullptr;
   std::int64_t slot_stride = 0;
-  bool half_state = false;  // bf16
+  bool half_state = false;    // bf16
+  void* workspace = nullptr;  // of a scan on CUDA: of cuda::ssd_workspace_bytes()
 };
 
 // Does a run of a head's rows for some sequences on the CPU; the sequence after the last is the
@@ -45,5 +46,13 @@ constexpr std::int64_t ssd_run_rows(std::int64_t states) {
 }
 
 MS_DECLARE_PER_ISA(SsdFn ssd_kernel(Dtype dtype);)
+
+#ifdef MINSERVE_CUDA
+namespace cuda {
+std::int64_t ssd_workspace_bytes(const SsdArgs& args, Dtype dtype, int device);
+// Enqueues on the stream: a scan, or a step where the layout has no cu_seqlens.
+void ssd(const SsdArgs& args, Dtype dtype, int device, void* stream);
+}  // namespace cuda
+#endif
 
 }  // namespace minserve

@@ -1,4 +1,4 @@
-// ssd_scan and ssd_step: checks, outputs, arguments.
+// ssd_scan and ssd_step: checks, outputs, arguments, the choice of the device's kernel.
 #include "../core/operators.h"
 #include "args.h"
 
@@ -6,9 +6,8 @@ namespace minserve {
 
 namespace {
 
-void run_ssd(const SsdArgs& args, Dtype dtype) {
+void run_on_cpu(const SsdArgs& args, Dtype dtype) {
   const Layout& lay = args.layout;
-  if (lay.channels == 0 || lay.tokens == 0) return;
   const SsdFn kernel = MS_BY_ISA(ssd_kernel)(dtype);
   const std::int64_t runs = divided_up(args.head_dim, ssd_run_rows(args.states));
   const std::int64_t items = (lay.sequences + 1) * args.heads * runs;
@@ -16,6 +15,23 @@ void run_ssd(const SsdArgs& args, Dtype dtype) {
   const std::int64_t grain = divided_up(kGrainElements * items, states);
   torch::stable::parallel_for(
       0, items, grain, [&](std::int64_t begin, std::int64_t end) { kernel(args, begin, end); });
+}
+
+// `like`: a tensor of the operator's dtype, on its device.
+void run_ssd(SsdArgs args, Dtype dtype, const Tensor& like) {
+  if (args.layout.channels == 0 || args.layout.tokens == 0) return;
+  if (like.is_cpu()) return run_on_cpu(args, dtype);
+#ifdef MINSERVE_CUDA
+  const int device = like.get_device_index();
+  MaybeTensor workspace;
+  if (const std::int64_t bytes = cuda::ssd_workspace_bytes(args, dtype, device)) {
+    workspace = torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
+    args.workspace = workspace->mutable_data_ptr();
+  }
+  cuda::ssd(args, dtype, device, current_stream(like));
+#else
+  no_cuda();
+#endif
 }
 
 // Rows of which each is contiguous; they may lie anywhere.
@@ -121,7 +137,7 @@ Tensor recur(const Check& check, const Given& given, const Tensor* cu_seqlens) {
   args.state = given.state.mutable_data_ptr();
   args.slot_stride = given.state.stride(0);
   args.half_state = given.state.scalar_type() == ScalarType::BFloat16;
-  run_ssd(args, dtype);
+  run_ssd(args, dtype, x);
   return y;
 }
 

@@ -13,11 +13,12 @@ A prompt is read in chunks: what the tokens of a chunk do to each other are prod
 and one state passes from a chunk to the next. Chunks begin where the call begins to read a
 sequence.
 
-The operators of the library (csrc/ssd) do so on a CPU, 16 tokens at a time, with the state in
-cache. For float64, for more than 1,024 states, on CUDA and with a library that lacks them,
-`composed_scan` and `composed_step` do the same by torch's operators. There results of chunks of up
-to 128 tokens pass through memory, in pieces of a bounded number of chunks, which depends only on
-shapes. Nothing waits for the device.
+The operators of the library (csrc/ssd) do so on a CPU, 16 tokens at a time, and on CUDA, for
+bfloat16 with usual sizes, 128 tokens at a time; there other inputs are read token by token. For
+float64, for more than 1,024 states and with a library that lacks the operators, `composed_scan` and
+`composed_step` do the same by torch's operators. There results of chunks of up to 128 tokens pass
+through memory, in pieces of a bounded number of chunks, which depends only on shapes. Nothing waits
+for the device.
 """
 
 from typing import Any
@@ -60,8 +61,9 @@ def ssd_scan(
     """Read packed sequences, each from its state row, which then has the last S.
 
     A sequence's result is bitwise the same whatever the rest of the batch and the number of threads
-    and, with a float32 state, wherever it was split at multiples of 16 tokens (composed: equal to
-    rounding; so are other splits).
+    and, with a float32 state, wherever it was split at multiples of 128 tokens (on a CPU, of 16;
+    composed: equal to rounding; so are other splits). On CUDA, 128 tokens of bfloat16 are read with
+    factors of products rounded to bfloat16, as by mamba_ssm.
 
     Args:
         x: inputs [tokens, heads, head_dim]; float32, float64, bfloat16 or float16. Rows of this and
@@ -76,7 +78,7 @@ def ssd_scan(
             Tokens beyond the last entry are padding: their rows of y are zero.
         state: float32 or bfloat16 (float64 with float64 x) [num_slots, heads, head_dim, N], each
             row contiguous; **changed in place**. A bfloat16 row is rounded once, at the end
-            (composed: after each piece).
+            (composed: after each piece; on CUDA also before a last token behind whole chunks).
         slots: state row of each sequence, int32 [sequences]; negative: a padding sequence, which is
             skipped; its rows of y are zero. No row may occur twice.
 
@@ -130,7 +132,7 @@ def ssd_step(
 
 
 def _is_composed(x: Tensor, B: Tensor) -> bool:
-    if x.dtype == torch.float64 or not _IN_LIBRARY or x.is_cuda:
+    if x.dtype == torch.float64 or not _IN_LIBRARY:
         return True
     return B.dim() == 3 and B.shape[2] > _MOST_STATES
 

@@ -119,6 +119,24 @@ SELECTIVE = [
     "--lengths 5 --slots -1 --tail 0 --splits 2",
 ]
 
+# Token by token unless it says otherwise: --chunks 1 is for bf16 with rows of 64 channels.
+SSD = [
+    "--type bf16 --states 17 --head-dim 5 --heads 6 --groups 3",
+    "--type f32 --states 64 --head-dim 20 --least-dt 0.25 --most-dt 1.5",
+    "--type f16 --states 128 --head-dim 33 --lengths 20,0,3 --slots 0,2,1 --float-vectors 0",
+    "--states 256 --head-dim 3 --lengths 40,0,16,3 --slots 3,1,-1,0 --extra-stride 1",
+    "--type f32 --half-state 1 --states 128 --head-dim 20 --lengths 1,20,0,33 --slots 2,0,1,-1",
+    "--half-state 1 --states 64 --head-dim 6 --heads 6 --groups 3 --lengths 1,0,1 --slots 2,0,1",
+    "--chunks 1",
+    "--chunks 1 --heads 4 --groups 2 --extra-stride 8 --float-vectors 0 --seeds 2 "
+    "--lengths 1,37,0,20 --slots 3,0,5,-1",
+    "--chunks 1 --states 128 --lengths 129,1,260 --slots 2,0,1",
+    "--chunks 1 --states 128 --half-state 1 --lengths 128,257 --slots 1,0 --groups 2",
+    "--chunks 1 --head-dim 128 --heads 1 --lengths 70,16,17 --slots 0,1,2 --least-dt 0.25 "
+    "--most-dt 1.5",
+    "--chunks 1 --lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+]
+
 # Five rows of 44 channels and a rank of 48, of which the second and the third row are padding.
 SELECTED = [
     "--seeds 0,1,2",
@@ -306,6 +324,12 @@ def test_scan(programs: Path, cell: str, case: str) -> None:
 @pytest.mark.parametrize("case", SELECTIVE)
 def test_selective_recurrence(programs: Path, case: str) -> None:
     result = run(programs / "selective", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", SSD)
+def test_ssd(programs: Path, case: str) -> None:
+    result = run(programs / "ssd", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -148,6 +148,24 @@ def selective(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
         ops.selective_step(x[:rows], dt[:rows], *few, None, state, slots)
 
 
+def ssd(lengths: list[int], heads: int, width: int, groups: int, dtype: torch.dtype) -> None:
+    """Every form of Mamba-2's recurrence, states of four bytes and of two."""
+    tokens, cu_seqlens, slots = batch(lengths)
+    rows, limit = len(lengths), (0.0, float("inf"))
+    for states, kept in itertools.product((17, 64, 128, 200), (torch.float32, torch.bfloat16)):
+        parts = [heads * width, groups * states, groups * states, heads]
+        x, b, c, dt = random(tokens, sum(parts), dtype=dtype).split(parts, dim=1)
+        inputs = x.unflatten(1, (heads, width)), dt
+        shared = [one.unflatten(1, (groups, states)) for one in (b, c)]
+        a, skip = -random(heads, dtype=torch.float32).exp(), random(heads)
+        bias = random(heads, dtype=torch.float32)
+        state = random(rows, heads, width, states).to(kept)
+        given = (a, *shared, skip.to(dtype), bias, limit)
+        ops.ssd_scan(*inputs, *given, cu_seqlens, state, slots)
+        few = (a, *(one[:rows] for one in shared), skip.float(), bias, limit)
+        ops.ssd_step(*(one[:rows] for one in inputs), *few, state, slots)
+
+
 def selected(rows: int, channels: int, rank: int) -> None:
     wide, chosen = random(rows, 2 * channels), random(rows, rank + 32)
     weight, a = pack_dt_weight(random(channels, rank)), -random(channels, 16).float().exp()
@@ -346,6 +364,8 @@ def main() -> None:
         ):
             serving(lengths, channels, dtype)
             selective(lengths, channels, dtype)
+            ssd(lengths, 6, channels // 8, 3, dtype)
+            ssd(lengths, 8, 64, 2, dtype)
             training(lengths, channels, dtype)
         training(lengths, 20, torch.float64)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -354,6 +374,8 @@ def main() -> None:
     # Of steps a thread has several units of channels, then several rows too; of scans more states.
     selective([1] * 300, 72, torch.bfloat16)
     selective([1, 40, 0, 33] * 10, 8000, torch.bfloat16)
+    ssd([1, 129, 0, 300] * 10, 32, 128, 2, torch.bfloat16)
+    ssd([1] * 300, 24, 64, 1, torch.bfloat16)
     for shape in ((2, 72, 8), (9, 37, 264), (40, 8000, 48)):
         selected(*shape)
     for vocab, rows in itertools.product((66, 5001, 32_000, 70_000), (72, 200)):

@@ -63,8 +63,6 @@ STATE_AT = {
 
 def arguments(name: str, device: str, grad: bool = False) -> tuple[Any, ...]:
     """Float32 arguments of an operator, all optional tensors given."""
-    if device == "cuda" and name.startswith("ssd"):
-        pytest.skip("the library has it on a CPU only")
     raw = _arguments(name)
     moved = tuple(x.to(device) if isinstance(x, Tensor) else x for x in raw)
     if not grad:

@@ -34,7 +34,7 @@ library = pytest.mark.skipif(not ssd._IN_LIBRARY, reason="the library lacks the 
 
 @pytest.fixture(params=["library", "composed"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test with the library's operators (on a CPU) and with the composed ones."""
+    """Runs the test with the library's operators and with the composed ones."""
     if request.param == "library" and not ssd._IN_LIBRARY:
         pytest.skip("the library lacks the operators")
     monkeypatch.setattr(ssd, "_IN_LIBRARY", request.param == "library")
@@ -96,10 +96,13 @@ groups_and_limits = pytest.mark.parametrize(
 
 
 @library
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @groups_and_limits
-def test_ragged_batches(dtype: torch.dtype, groups: int, limit: tuple[float, float]) -> None:
-    check_ragged_batch("cpu", dtype, groups, limit)
+def test_ragged_batches(
+    device: str, dtype: torch.dtype, groups: int, limit: tuple[float, float]
+) -> None:
+    check_ragged_batch(device, dtype, groups, limit)
 
 
 @pytest.mark.parametrize("most_bytes", [2**30, 70_000, 1])
@@ -333,9 +336,9 @@ def test_a_step_is_a_scan_of_length_one(
     by_scan = ops.ssd_scan(*args, LIMITED, bounds.to(device), scanned, rows)
     near(by_scan, y, dtype)
     near(scanned, stepped.cpu().double(), torch.float32)
-    if form == "library" and device == "cpu":
-        same_bits(by_scan, got)
-        same_bits(scanned, stepped)
+    if form == "library":
+        same_bits(by_scan, got.cpu())
+        same_bits(scanned, stepped.cpu())
 
 
 @pytest.mark.parametrize("slots", [(12, 12), (7, 6)])
