@@ -90,7 +90,7 @@ class Layer(RecurrentLayer):
 
     def _select(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x [..., heads, head_dim], B and C [..., groups, N]."""
-        u, b, c = functional.silu(convolved).split(self.selected, dim=-1)
+        u, b, c = convolved.split(self.selected, dim=-1)
         shared = (self.groups, -1)
         return u.unflatten(-1, (self.heads, -1)), b.unflatten(-1, shared), c.unflatten(-1, shared)
 
@@ -110,7 +110,7 @@ class Layer(RecurrentLayer):
         assert per_channel is not None
         z, inputs, dt = self._project(x)
         convolved = conv_scan(
-            *(inputs.contiguous(), self.conv, self.conv_bias, cu_seqlens, state["conv"], slots)
+            *(inputs, self.conv, self.conv_bias, cu_seqlens, state["conv"], slots), silu=True
         )
         u, b, c = self._select(convolved)
         y = ssd_scan(
@@ -125,7 +125,7 @@ class Layer(RecurrentLayer):
         """Read one token each, x [batch, d_model]; updates the state as `scan` does."""
         assert per_channel is not None
         z, inputs, dt = self._project(x)
-        convolved = conv_step(inputs.contiguous(), self.conv, self.conv_bias, state["conv"], slots)
+        convolved = conv_step(inputs, self.conv, self.conv_bias, state["conv"], slots, silu=True)
         u, b, c = self._select(convolved)
         y = ssd_step(
             *(u, dt, per_channel, b, c, self.D, self.dt_bias, self.dt_limit), state["ssm"], slots
@@ -141,7 +141,7 @@ class Layer(RecurrentLayer):
         convolved = functional.conv1d(
             padded, self.conv.unsqueeze(1), self.conv_bias, groups=channels
         )
-        u, b, c = self._select(convolved.transpose(1, 2))
+        u, b, c = self._select(functional.silu(convolved).transpose(1, 2))
         y = ssd_scan_train(u, dt, per_channel, b, c, self.D, self.dt_bias, self.dt_limit)
         return self._close(x, y, z)
 
