@@ -6,9 +6,10 @@ A block is a layer of these stages, where those in brackets may be missing:
     x += out([gated norm](recurrence([short convolutions](gates(norm(x))))))
     [x += down(activation(up(norm(x))))]
 
-or, in Mamba, a selective block:
+or, in Mamba, a selective block, and in Mamba-2 an SSD block:
 
     x += out(selective recurrence(conv(in(norm(x)))))
+    x += out(SSD recurrence(conv(in(norm(x)))))
 
 A backend compiles a model's program to blocks and names what its kernels lack.
 """
@@ -118,6 +119,33 @@ class SelectiveBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class SsdBlock:
+    """One layer of Mamba-2; the parts are the model's own modules."""
+
+    norm: nn.RMSNorm
+    inputs: nn.Linear | QuantLinear  # to z | x | B | C | dt
+    conv: Conv  # of x, B and C
+    recurrence: SsdRecurrence
+    out: nn.Linear | QuantLinear
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrence."""
+        return self.out.weight.shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Heads of the recurrence."""
+        return self.recurrence.A.shape[0]
+
+    @property
+    def states(self) -> int:
+        """States of each channel."""
+        shared = self.conv.weight.shape[0] - self.inner  # B and C of all groups
+        return shared // (2 * self.recurrence.groups)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockModel:
     """A model of blocks that differ in nothing but their weights (`refusal` checks it)."""
 
@@ -181,6 +209,7 @@ _S = TypeVar(
     Recurrence,
     Residual,
     SelectiveRecurrence,
+    SsdRecurrence,
 )
 
 
@@ -277,6 +306,31 @@ def _selective_block(layer: LayerProgram) -> SelectiveBlock:
     return block
 
 
+def is_ssd(program: ModelProgram) -> bool:
+    """Return whether the layers are SSD blocks."""
+    return any(isinstance(stage, SsdRecurrence) for stage in program.layers[0])
+
+
+def compile_ssd(program: ModelProgram) -> list[SsdBlock]:
+    """Return the model's layers as SSD blocks; they must be such (see `refusal`)."""
+    return [_ssd_block(layer) for layer in program.layers]
+
+
+def _ssd_block(layer: LayerProgram) -> SsdBlock:
+    reader = _Reader(layer)
+    block = SsdBlock(
+        reader.take(Norm).module,
+        reader.take(Linear).module,
+        reader.take(Conv),
+        reader.take(SsdRecurrence),
+        reader.take(Linear).module,
+    )
+    reader.take(Residual)
+    if reader.stages:
+        raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
+    return block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
     """What the kernels of a backend compute, beside the stages that every block has."""
@@ -325,6 +379,17 @@ def _selective_shape(block: SelectiveBlock) -> dict[str, object]:
     }
 
 
+def _ssd_shape(block: SsdBlock) -> dict[str, object]:
+    """Return the same of an SSD block."""
+    recurrence = block.recurrence
+    return {
+        "the recurrence": (recurrence, block.heads),  # compared without its weights
+        "the convolution": _shape_of_conv(block.conv),
+        "the out projection": block.out.weight.shape,
+        "biases": [one.bias is None for one in (block.inputs, block.out)],
+    }
+
+
 def _shape_of_conv(conv: Conv) -> tuple[object, ...]:
     return conv.weight.shape, conv.bias is None, conv.state, conv.first
 
@@ -353,9 +418,9 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     The reason completes "not used: ".
     """
     program = model.program()
-    if any(isinstance(stage, SsdRecurrence) for stage in program.layers[0]):
-        return _other_cell(model.config.cell, support)
     try:
+        if is_ssd(program):
+            return _ssd_refusal(model.config, program, support)
         if is_selective(program):
             return _selective_refusal(model.config, program, support)
         compiled = compile_blocks(model)
@@ -385,3 +450,13 @@ def _selective_refusal(config: ModelConfig, program: ModelProgram, support: Supp
     blocks = compile_selective(program)
     norms = [program.norm, *(block.norm for block in blocks)]
     return _unlike([_selective_shape(block) for block in blocks], norms, config.norm_eps)
+
+
+def _ssd_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
+    if config.cell not in support.cells:
+        return _other_cell(config.cell, support)
+    blocks = compile_ssd(program)
+    norms = [program.norm, *(block.norm for block in blocks)]
+    if any(block.recurrence.norm_eps != config.norm_eps for block in blocks):
+        return "norms of different epsilons"
+    return _unlike([_ssd_shape(block) for block in blocks], norms, config.norm_eps)
