@@ -221,8 +221,11 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "Tensor");
   // x += y, then x / norm * weight in bfloat16; x is float32 or bfloat16
   m.def("added_rms_norm_(Tensor(a!) x, Tensor? y, float eps, Tensor weight) -> Tensor");
-  // h / norm(h) * weight * silu(gate); rows of gate may lie apart
-  m.def("gated_rms_norm(Tensor h, Tensor gate, Tensor? weight, float eps) -> Tensor");
+  // h / norm(h) * weight * silu(gate), by groups of channels, or g / norm(g) * weight with
+  // g = h * silu(gate); rows of gate may lie apart
+  m.def(
+      "gated_rms_norm(Tensor h, Tensor gate, Tensor? weight, float eps, int groups=1, "
+      "bool gate_first=False) -> Tensor");
   // y [rows, gate | up] -> silu(gate) * up
   m.def("swiglu(Tensor y) -> Tensor");
   // Ways in which the library of torch can compute out = x weight^T, each a row: [n, 8] on the CPU

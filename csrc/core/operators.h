@@ -133,7 +133,8 @@ Tensor normed_step(const Tensor& x, double eps, const Tensor& y, const MaybeTens
 Tensor normed_swiglu(const Tensor& x, double eps, const Tensor& y, const MaybeTensor& bias,
                      const MaybeTensor& ahead);
 Tensor added_rms_norm(const Tensor& x, const MaybeTensor& y, double eps, const Tensor& weight);
-Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps);
+Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps,
+                      std::int64_t groups, bool gate_first);
 Tensor swiglu(const Tensor& y);
 Tensor product_algorithms(const Tensor& x, const Tensor& weight, const Tensor& out);
 void product(const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& algorithm,

@@ -38,6 +38,8 @@ struct NormedArgs {
 // h / norm(h) * weight * silu(gate), all of one dtype.
 struct GatedNormArgs {
   std::int64_t rows = 0, channels = 0, gate_stride = 0;
+  std::int64_t groups = 1;  // of the channels, each normed by itself
+  bool gate_first = false;  // the norm is that of h silu(gate)
   float eps = 0.0f;
   const void* h = nullptr;       // [rows, channels]
   const void* gate = nullptr;    // [rows, channels], rows gate_stride apart

@@ -81,10 +81,14 @@ void normed_swiglu(const NormedArgs& args, int device, void* stream) {
 
 void gated_rms_norm(const GatedNormArgs& args, Dtype dtype, int device, void* stream) {
   const DeviceGuard guard(device);
-  const Grid grid = grid_of_rows(args.rows, threads_of(args.channels));
+  const Grid grid = grid_of_rows(args.rows * args.groups, threads_of(args.channels / args.groups));
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
   with_type(dtype, [&](auto type) {
-    launch_early<&gated_rms_norm_kernel<decltype(type)>>(grid, static_cast<cudaStream_t>(stream),
-                                                         "gated rms norm", args);
+    using T = decltype(type);
+    if (args.gate_first) {
+      return launch_early<&gated_rms_norm_kernel<T, true>>(grid, on, "gated rms norm", args);
+    }
+    launch_early<&gated_rms_norm_kernel<T, false>>(grid, on, "gated rms norm", args);
   });
 }
 

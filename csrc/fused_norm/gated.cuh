@@ -8,51 +8,64 @@
 namespace minserve {
 namespace cuda {
 
-// Rows of h [rows, channels], by a block each: a block that has no room for all of a row in its
-// threads' registers reads the rest again.
-template <class T>
+// A group of the channels of a row of h [rows, channels], by a block each: a block that has no room
+// for all of it in its threads' registers reads the rest again. kGateFirst: what is normed is
+// h silu(gate), rather than h.
+template <class T, bool kGateFirst>
 __global__ void __launch_bounds__(kMostThreads)
     gated_rms_norm_kernel(const __grid_constant__ GatedNormArgs args) {
   using Numbers = Channels<T, kVector>;
   extern __shared__ uint4 memory[];
   Block block(*reinterpret_cast<Block::Shared*>(memory));
-  const std::int64_t row = blockIdx.x;
-  const T* const h = static_cast<const T*>(args.h) + row * args.channels;
-  const T* const gate = static_cast<const T*>(args.gate) + row * args.gate_stride;
-  const T* const weight = static_cast<const T*>(args.weight);
-  T* const out = static_cast<T*>(args.out) + row * args.channels;
+  const unsigned groups = static_cast<unsigned>(args.groups);
+  const std::int64_t row = blockIdx.x / groups, width = args.channels / groups;
+  const std::int64_t first = blockIdx.x % groups * width;
+  const T* const h = static_cast<const T*>(args.h) + row * args.channels + first;
+  const T* const gate = static_cast<const T*>(args.gate) + row * args.gate_stride + first;
+  const T* const weight = args.weight ? static_cast<const T*>(args.weight) + first : nullptr;
+  T* const out = static_cast<T*>(args.out) + row * args.channels + first;
   pdl_launch_dependents();
-  Numbers first, gate_of, weight_of;
+  Numbers h_of, gate_of, weight_of;
   std::int64_t at = first_vector();
   const auto load = [&] {
+    h_of.load(h + at);
     gate_of.load(gate + at);
     if (weight) weight_of.load(weight + at);
   };
+  float own[kVector];  // what is normed
+  const auto gated = [&](const Numbers& of_h, const Numbers& of_gate) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      own[i] = kGateFirst ? of_h[i] * silu(of_gate[i]) : of_h[i];
+    }
+  };
   wait_for_previous_kernel();
-  if (at < args.channels) {
-    first.load(h + at);
-    load();
-  }
+  if (at < width) load();
   float sum = 0.0f;
-  for (std::int64_t next = at; next < args.channels; next += vector_stride()) {
-    Numbers own = first;
-    if (next != at) own.load(h + next);
+  for (std::int64_t next = at; next < width; next += vector_stride()) {
+    Numbers more = h_of, more_gate = gate_of;
+    if (next != at) {
+      more.load(h + next);
+      if constexpr (kGateFirst) more_gate.load(gate + next);
+    }
+    gated(more, more_gate);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum = fmaf(own[i], own[i], sum);
   }
   sum = block.all(sum, 0.0f, [](float a, float b) { return a + b; });
-  const float scale = rsqrtf(sum / static_cast<float>(args.channels) + args.eps);
-  while (at < args.channels) {
+  const float scale = rsqrtf(sum / static_cast<float>(width) + args.eps);
+  while (at < width) {
+    gated(h_of, gate_of);
     float result[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      result[i] = first[i] * scale * (weight ? weight_of[i] : 1.0f) * silu(gate_of[i]);
+      result[i] = own[i] * scale * (weight ? weight_of[i] : 1.0f);
+      if constexpr (!kGateFirst) result[i] *= silu(gate_of[i]);
     }
-    first.set(result);
-    first.store(out + at);
+    h_of.set(result);
+    h_of.store(out + at);
     at += vector_stride();
-    if (at >= args.channels) break;
-    first.load(h + at);
+    if (at >= width) break;
     load();
   }
 }

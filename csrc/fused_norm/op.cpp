@@ -104,7 +104,8 @@ Tensor added_rms_norm(const Tensor& x, const MaybeTensor& y, double eps, const T
   return out;
 }
 
-Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps) {
+Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& weight, double eps,
+                      std::int64_t groups, bool gate_first) {
   const Check check("gated_rms_norm", h, "h");
   const Dtype dtype = check.dtype(false);
   check.tensor(h, "h", h.scalar_type(), {-1, -1}, "[rows, channels]");
@@ -112,6 +113,10 @@ Tensor gated_rms_norm(const Tensor& h, const Tensor& gate, const MaybeTensor& we
   GatedNormArgs args;
   args.rows = h.size(0);
   args.channels = h.size(1);
+  check.require(groups >= 1 && args.channels % (8 * groups) == 0, "the channels of h must be ",
+                groups, " groups, each of a multiple of 8, got ", describe(h));
+  args.groups = groups;
+  args.gate_first = gate_first;
   check.tensor(gate, "gate", h.scalar_type(), {args.rows, args.channels}, "[rows, channels]");
   args.gate_stride = gate.stride(0);
   const std::int64_t row_bytes = args.gate_stride * bytes_of(gate);

@@ -150,7 +150,7 @@ class UnitStates {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s_[j][i] *= kept;
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int token = 0; token < count; token += kTile) {
       const int own = token + lane() % 4 * 2;
       const float2 low = *reinterpret_cast<const float2*>(stage.left + own);

@@ -12,9 +12,9 @@ rms_norm is the norm itself (Zhang and Sennrich, arXiv 1910.07467), for cases wh
 follows. Unlike torch's, it can start before the previous kernel has ended. added_rms_norm_ is for
 residual streams to which no product can add, since they are wider than the products' types.
 
-gated_rms_norm and swiglu are for models with gates (HGRN; Shazeer, arXiv 2002.05202). They run
-anywhere: on a GPU in one kernel, else as the plain torch of their references. All others are for
-CUDA alone.
+gated_rms_norm and swiglu are for models with gates (HGRN, Mamba-2; Shazeer, arXiv 2002.05202). They
+run anywhere: on a GPU in one kernel, else as the plain torch of their references. All others are
+for CUDA alone.
 """
 
 import torch
@@ -108,7 +108,15 @@ def added_rms_norm_(x: Tensor, y: Tensor | None, eps: float, weight: Tensor) -> 
     return normed
 
 
-def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def gated_rms_norm(
+    h: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    groups: int = 1,
+    gate_first: bool = False,
+) -> Tensor:
     """Return h / sqrt(mean(h^2) + eps) * weight * silu(gate), row by row, in fp32, rounded once.
 
     Args:
@@ -118,6 +126,8 @@ def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -
             does, but at multiples of 16 bytes.
         weight: [channels] in h's dtype; None is ones.
         eps: added to the mean of the squares.
+        groups: parts of the channels, each with a mean of its own; on a GPU each a multiple of 8.
+        gate_first: return g / sqrt(mean(g^2) + eps) * weight with g = h silu(gate).
 
     Returns:
         [..., channels] in h's dtype. On a GPU there is no gradient.
@@ -127,14 +137,19 @@ def gated_rms_norm(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -
     """
     if h.is_cuda and _HAS_KERNELS:
         normed: Tensor = torch.ops.minserve.gated_rms_norm(
-            h.flatten(0, -2), gate.flatten(0, -2), weight, eps
+            h.flatten(0, -2), gate.flatten(0, -2), weight, eps, groups, gate_first
         )
         return normed.view(h.shape)
     wide = h.float()
-    wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if gate_first:
+        wide = wide * functional.silu(gate.float())
+    parts = wide.unflatten(-1, (groups, -1))
+    wide = (parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2)
     if weight is not None:
         wide = wide * weight.float()
-    return (wide * functional.silu(gate.float())).to(h.dtype)
+    if not gate_first:
+        wide = wide * functional.silu(gate.float())
+    return wide.to(h.dtype)
 
 
 def swiglu(y: Tensor) -> Tensor:
@@ -260,10 +275,21 @@ def step_reference(
     return gated_norm_reference(h, gate, norm_weight, eps), after
 
 
-def gated_norm_reference(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def gated_norm_reference(
+    h: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    groups: int = 1,
+    gate_first: bool = False,
+) -> Tensor:
     """Reference of gated_rms_norm in float64."""
-    normed = _divided(h, eps, h, None) * (1 if weight is None else weight.double())
-    return normed * functional.silu(gate.double())
+    gates = functional.silu(gate.double())
+    own = h.double() * gates if gate_first else h.double()
+    parts = own.reshape(len(h) * groups, -1)
+    normed = _divided(parts, eps, parts, None).view(h.shape)
+    normed = normed * (1 if weight is None else weight.double())
+    return normed if gate_first else normed * gates
 
 
 def swiglu_reference(y: Tensor) -> Tensor:
@@ -305,7 +331,14 @@ def _fake_swiglu(
     return y.new_empty((y.shape[0], y.shape[1] // 2))
 
 
-def _fake_gated(h: Tensor, gate: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _fake_gated(
+    h: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    groups: int = 1,
+    gate_first: bool = False,
+) -> Tensor:
     return h.new_empty(h.shape)
 
 

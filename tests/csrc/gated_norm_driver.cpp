@@ -1,6 +1,6 @@
 // Runs csrc/fused_norm/gated.cuh in the emulator: a step with an output gate, and beside it the
-// gated norm and both forms of SwiGLU; compared with doubles, and every schedule must give the same
-// bits.
+// gated norms and both forms of SwiGLU; compared with doubles, and every schedule must give the
+// same bits.
 #include "cases.h"
 
 #include "cells/hgrn.h"
@@ -33,11 +33,11 @@ double rounded_value(double x) {
 
 void check(const Case& given) {
   const long rows = given.rows, channels = given.channels;
-  std::vector<bf16> first_out, first_normed, first_gated, first_divided;
+  std::vector<bf16> first_out, first_normed, first_gated, first_divided, first_grouped;
   for (const int seed : given.seeds) {
     emulator::free_all();
     Tensor<bf16> x{"x"}, pre{"pre"}, bias{"bias"}, weight{"weight"}, out{"out"}, h{"h"},
-        normed{"normed"}, gated{"gated"}, divided{"divided"};
+        normed{"normed"}, gated{"gated"}, divided{"divided"}, grouped{"grouped"};
     Tensor<float> state{"state"}, bound{"bound"};
     Tensor<std::int32_t> slots{"slots"};
     x.values = numbers(rows * given.width, 1, 3.0f);
@@ -52,7 +52,7 @@ void check(const Case& given) {
     for (long r = 0; r < rows; ++r) {  // the second row is padding, the third names none
       slots.values.push_back(static_cast<std::int32_t>(r == 1 ? -1 : r == 2 ? rows : r));
     }
-    for (auto* made : {&out, &normed, &gated, &divided}) {
+    for (auto* made : {&out, &normed, &gated, &divided, &grouped}) {
       made->values.assign(static_cast<std::size_t>(rows * channels), bf16{0});
       made->to_device(emulator::Use::write);
     }
@@ -74,14 +74,20 @@ void check(const Case& given) {
     norm.rows = rows, norm.channels = channels, norm.gate_stride = 3 * channels, norm.eps = kEps;
     norm.h = h.device, norm.gate = pre.device + 2 * channels, norm.weight = weight.device;
     norm.out = normed.device;
+    // Of all channels as one group where they are no two of whole vectors.
+    GatedNormArgs of_groups = norm;
+    of_groups.groups = channels % 16 ? 1 : 2, of_groups.gate_first = true;
+    of_groups.out = grouped.device;
     SwigluArgs glu;
     glu.rows = rows, glu.channels = channels, glu.y = pre.device, glu.out = gated.device;
     const unsigned blocks = static_cast<unsigned>(rows), threads = cuda::normed_threads(step, 1);
     const std::size_t shared = sizeof(cuda::Block::Shared);
     emulator::launch({"step", blocks, threads, shared, true,
                       [=] { cuda::normed_gated_step_kernel<cuda::HgrnCell>(step); }});
-    emulator::launch(
-        {"norm", blocks, threads, shared, true, [=] { cuda::gated_rms_norm_kernel<bf16>(norm); }});
+    emulator::launch({"norm", blocks, threads, shared, true,
+                      [=] { cuda::gated_rms_norm_kernel<bf16, false>(norm); }});
+    emulator::launch({"norm of groups", blocks * static_cast<unsigned>(of_groups.groups), threads,
+                      shared, true, [=] { cuda::gated_rms_norm_kernel<bf16, true>(of_groups); }});
     emulator::launch(
         {"swiglu", blocks, threads, shared, true, [=] { cuda::swiglu_kernel<bf16>(glu); }});
     emulator::launch(
@@ -89,7 +95,8 @@ void check(const Case& given) {
     emulator::run(static_cast<unsigned>(seed));
 
     const std::vector<bf16> out_of = out.from_device(), normed_of = normed.from_device(),
-                            gated_of = gated.from_device(), divided_of = divided.from_device();
+                            gated_of = gated.from_device(), divided_of = divided.from_device(),
+                            grouped_of = grouped.from_device();
     const std::vector<float> state_of = state.from_device();
     const auto at = [](const auto& all, long i) {
       return static_cast<double>(value_of(all[static_cast<std::size_t>(i)]));
@@ -119,6 +126,14 @@ void check(const Case& given) {
         sum_of_h += at(h.values, r * channels + c) * at(h.values, r * channels + c);
       }
       const double width = static_cast<double>(channels);
+      const auto gated_h = [&](long c) {
+        return at(h.values, r * channels + c) * silu_of(at(pre.values, (r * 3 + 2) * channels + c));
+      };
+      std::vector<double> sums_of_groups(static_cast<std::size_t>(of_groups.groups));
+      const auto sum_of_group = [&](long c) -> double& {
+        return sums_of_groups[static_cast<std::size_t>(c * of_groups.groups / channels)];
+      };
+      for (long c = 0; c < channels; ++c) sum_of_group(c) += gated_h(c) * gated_h(c);
       for (long c = 0; c < channels; ++c) {
         const long place = r * channels + c;
         const double raw = at(pre.values, (r * 3 + 2) * channels + c);
@@ -132,6 +147,11 @@ void check(const Case& given) {
                           at(h.values, place) / std::sqrt(sum_of_h / width + kEps) *
                               at(weight.values, c) * silu_of(raw),
                           "norm", r, c);
+        const double of_each = width / static_cast<double>(of_groups.groups);
+        check_value<bf16>(
+            at(grouped_of, place),
+            gated_h(c) / std::sqrt(sum_of_group(c) / of_each + kEps) * at(weight.values, c),
+            "norm of groups", r, c);
         check_value<bf16>(at(gated_of, place),
                           silu_of(at(pre.values, r * 2 * channels + c)) *
                               at(pre.values, (r * 2 + 1) * channels + c),
@@ -143,13 +163,14 @@ void check(const Case& given) {
     }
     if (first_out.empty()) {
       first_out = out_of, first_normed = normed_of, first_gated = gated_of;
-      first_divided = divided_of;
+      first_divided = divided_of, first_grouped = grouped_of;
     }
     const std::string when = " with seed " + std::to_string(seed);
     same_bits(out_of, first_out, when);
     same_bits(normed_of, first_normed, when);
     same_bits(gated_of, first_gated, when);
     same_bits(divided_of, first_divided, when);
+    same_bits(grouped_of, first_grouped, when);
   }
 }
 

@@ -307,6 +307,14 @@ def gated(width: int, channels: int) -> None:
         pre = random(rows, 3 * channels, dtype=dtype)
         gated_rms_norm(random(rows, channels, dtype=dtype), pre[:, 2 * channels :], None, EPS)
         gated_rms_norm(
+            random(rows, 2 * channels, dtype=dtype),
+            pre[:, : 2 * channels],
+            random(2 * channels, dtype=dtype),
+            EPS,
+            groups=2,
+            gate_first=True,
+        )
+        gated_rms_norm(
             *(random(rows, channels, dtype=dtype), pre[:, 2 * channels :]),
             *(weight.to(dtype), EPS),
         )

@@ -42,6 +42,24 @@ def test_gated_norm(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("rows", "channels", "groups"), [(1, 16, 2), (5, 1536, 1), (7, 4096, 8)])
+def test_gated_norm_of_groups(
+    device: str, dtype: torch.dtype, gate_first: bool, rows: int, channels: int, groups: int
+) -> None:
+    """Gates are columns of a projection."""
+    pre, h = exact(rows, 3 * channels, seed=1, scale=3.0), exact(rows, channels, seed=2)
+    weight = exact(channels, seed=3)
+    got = normed.gated_rms_norm(
+        h.to(device, dtype), pre.to(device, dtype)[:, :channels], weight.to(device, dtype), EPS,
+        groups=groups, gate_first=gate_first,
+    )  # fmt: skip
+    wanted = normed.gated_norm_reference(h, pre[:, :channels], weight, EPS, groups, gate_first)
+    close(got, wanted, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @pytest.mark.parametrize("shape", ROWS, ids=str)
 def test_swiglu(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     y = exact(shape[0], 2 * shape[1], seed=4, scale=3.0)
@@ -124,6 +142,8 @@ def test_what_does_not_fit_is_refused() -> None:
         normed.gated_rms_norm(h, pre[:, 31:47], None, EPS)
     with pytest.raises(RuntimeError, match="weight must be"):
         normed.gated_rms_norm(h, gate, h[0, :8], EPS)
+    with pytest.raises(RuntimeError, match="must be 4 groups, each of a multiple of 8"):
+        normed.gated_rms_norm(h, gate, None, EPS, groups=4)
     with pytest.raises(RuntimeError, match="each of a multiple of 8"):
         normed.swiglu(pre[:, :24].contiguous())
     step = (h, EPS, pre, None, None, state, slots)
