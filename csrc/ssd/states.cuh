@@ -150,24 +150,44 @@ class UnitStates {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s_[j][i] *= kept;
     }
-#pragma unroll 4
+    // What is multiplied next is loaded before what is multiplied now.
+    Factors next = load(stage, 0);
+#pragma unroll 2
     for (int token = 0; token < count; token += kTile) {
-      const int own = token + lane() % 4 * 2;
-      const float2 low = *reinterpret_cast<const float2*>(stage.left + own);
-      const float2 high = *reinterpret_cast<const float2*>(stage.left + own + 8);
-      uint4 x = X::template load_transposed<false>(stage.x, token, row_warp() * kTile);
+      const Factors now = next;
+      if (token + kTile < count) next = load(stage, token + kTile);
       const auto weighed = [](unsigned pair, float2 by) {
         return rounded(low_of(pair) * by.x, high_of(pair) * by.y, bf16{});
       };
-      x = {weighed(x.x, low), weighed(x.y, low), weighed(x.z, high), weighed(x.w, high)};
+      const uint4 x = {weighed(now.x.x, now.left[0]), weighed(now.x.y, now.left[0]),
+                       weighed(now.x.z, now.left[1]), weighed(now.x.w, now.left[1])};
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
-        const uint4 b = B::template load_transposed<true>(
-            stage.b, token, column_warp() * Tile::kWarpColumns + j * 8);
-        mma_bf16(s_[j], x, b.x, b.y);
-        mma_bf16(s_[j + 1], x, b.z, b.w);
+        mma_bf16(s_[j], x, now.b[j / 2].x, now.b[j / 2].y);
+        mma_bf16(s_[j + 1], x, now.b[j / 2].z, now.b[j / 2].w);
       }
     }
+  }
+
+  // Of 16 tokens: x of the warp's rows, B of its states, and `left` of the lane's tokens.
+  struct Factors {
+    uint4 x, b[kTiles / 2];
+    float2 left[2];
+  };
+  __device__ __forceinline__ static Factors load(const typename Tile::Stage& stage, int token) {
+    Factors of;
+    of.x = X::template load_transposed<false>(stage.x, token, row_warp() * kTile);
+#pragma unroll
+    for (int j = 0; j < kTiles / 2; ++j) {
+      of.b[j] = B::template load_transposed<true>(stage.b, token,
+                                                  column_warp() * Tile::kWarpColumns + j * kTile);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = token + 8 * half + lane() % 4 * 2;
+      of.left[half] = *reinterpret_cast<const float2*>(stage.left + own);
+    }
+    return of;
   }
 
   const SsdArgs& args_;
