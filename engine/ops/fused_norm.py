@@ -143,7 +143,7 @@ def gated_rms_norm(
     wide = h.float()
     if gate_first:
         wide = wide * functional.silu(gate.float())
-    parts = wide.unflatten(-1, (groups, -1))
+    parts = wide.view(*wide.shape[:-1], groups, wide.shape[-1] // groups)
     wide = (parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2)
     if weight is not None:
         wide = wide * weight.float()
@@ -286,7 +286,7 @@ def gated_norm_reference(
     """Reference of gated_rms_norm in float64."""
     gates = functional.silu(gate.double())
     own = h.double() * gates if gate_first else h.double()
-    parts = own.reshape(len(h) * groups, -1)
+    parts = own.reshape(len(h) * groups, h.shape[1] // groups)
     normed = _divided(parts, eps, parts, None).view(h.shape)
     normed = normed * (1 if weight is None else weight.double())
     return normed if gate_first else normed * gates

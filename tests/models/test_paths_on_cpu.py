@@ -12,17 +12,20 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.models import registry
-from engine.models.backends import cublas, fused_gemm, selective
+from engine.models.backends import cublas, fused_gemm, selective, state_space_layers
 from engine.models.backends.autotune import TunedProducts
 from engine.models.backends.cublas import CublasPath
 from engine.models.backends.fused_gemm import FusedGemmPath
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.selective import LibraryProducts, SelectiveLayers, by_linear_map
+from engine.models.backends.ssd_layers import SsdLayers
+from engine.models.backends.state_space_layers import StateSpaceLayers
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.backends.weight_transforms import move_norm_weights
 from engine.models.hgrn.config import HgrnConfig
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.config import MambaConfig
+from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
 from engine.ops import fused_norm, gemm
 from engine.ops.selective import selected_step_reference
@@ -237,6 +240,9 @@ def test_paths_compute_what_the_model_does(name: str, path: str) -> None:
         assert relative_error(ours[state], tensor) < 1e-5
 
 
+_MAMBA2 = Mamba2Config(
+    vocab_size=29, d_model=64, n_layers=3, heads=8, head_dim=16, state_size=12, groups=2, bias=True
+)
 _MAMBA = MambaConfig(
     vocab_size=29, d_model=64, n_layers=3, inner=128, state_size=16, dt_rank=8, bias=True
 )
@@ -245,6 +251,10 @@ MAMBAS = {
     "narrow residual stream": dataclasses.replace(_MAMBA, residual_in_fp32=False, bias=False),
     "falcon-mamba": dataclasses.replace(
         _MAMBA, selection_norm_eps=1e-6, conv_bias=False, tie_embeddings=True
+    ),
+    "mamba-2": _MAMBA2,
+    "limited time steps": dataclasses.replace(
+        _MAMBA2, groups=1, least_dt=0.01, most_dt=0.5, bias=False, conv_bias=False
     ),
 }
 
@@ -267,15 +277,13 @@ def _selected_step(*given: object) -> Tensor:
 def test_mamba_with_kernels_between_products_computes_what_the_model_does(
     name: str, products: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for operator, reference in (
-        ("added_rms_norm_", _added_rms_norm),
-        ("selected_step", _selected_step),
-        ("linear_map", _linear_map),
-    ):
+    monkeypatch.setattr(state_space_layers, "added_rms_norm_", _added_rms_norm)
+    for operator, reference in (("selected_step", _selected_step), ("linear_map", _linear_map)):
         monkeypatch.setattr(selective, operator, reference)
     model = build(MAMBAS[name])
     assert selective.refuses_widths(model) is None
-    layers = SelectiveLayers(model)
+    layers: StateSpaceLayers
+    layers = SsdLayers(model) if model.config.cell == "mamba2" else SelectiveLayers(model)
     library = LibraryProducts(model, layers, LmHead.of(model), TuningCache())
     product = library.product if products == "library" else by_linear_map
     bounds, slots = int32([0, 5, 5, 14, 15]), int32([3, 0, 1, 5])
@@ -289,6 +297,21 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
         assert relative_error(hidden, model.step(tokens, theirs, slots)) < 1e-5
     for state, tensor in theirs.named.items():
         assert relative_error(ours[state], tensor) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"heads": 12}, "widths do not meet"),  # 2 inner + 2 groups states + heads
+        ({"d_model": 60}, "widths do not meet"),
+        ({"groups": 4, "head_dim": 2}, "widths do not meet"),
+        ({"quantization": "int8"}, "weights are int8"),
+    ],
+)
+def test_other_mamba_2s_are_refused_by_what_they_are(changes: dict[str, Any], reason: str) -> None:
+    with torch.device("meta"):
+        model = registry.build(dataclasses.replace(_MAMBA2, **changes))
+    assert (selective.refuses_widths(model) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
-"""SelectiveBackend: Mamba in bfloat16 on a GPU, with one kernel between two matrix products.
+"""SelectiveBackend: Mamba and Mamba-2 in bfloat16 on a GPU, with few kernels between two products.
 
-A layer of a step is four kernels where the epilogues of linear maps take the rest: the product to
-x | z with the convolution and SiLU; the product that selects; the step, with the projection of its
-time steps and the norms of Falcon-Mamba; the out product, which adds to the residual stream and
-gives the next norm its inputs. That is on Hopper, for up to 64 sequences.
-
-Else it is six kernels: the norm, which first adds the product before it to the residual
-stream (that is fp32, so no product can add to it); the product to x | z; the convolution with SiLU;
-the product that selects; the step, with the projection of its time steps and the norms of
-Falcon-Mamba; the out product. A prompt has a product for its time steps and a scan.
+A layer of a step is six kernels, in Mamba-2 (ssd_layers.py) and in Mamba: the norm; the product to
+x | z; the convolution with SiLU; the product that selects; the step, with the projection of its
+time steps and the norms of Falcon-Mamba; the out product. On Hopper, for up to 64 sequences, it is
+two fewer: the first product convolves, and the last one gives the next norm its inputs. A prompt
+has a product for its time steps and a scan.
 
 The products are cuBLASLt's, or on Hopper linear maps that prefetch their weights while the kernel
 before still runs. These can sum in a fixed order, and then every row's bits depend on that row
@@ -18,21 +14,17 @@ only, for all other kernels are of this kind.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from engine.backend_info import BackendInfo, PathInfo
+from engine.models.backends import ssd_layers
 from engine.models.backends.autotune import TunedProducts
-from engine.models.backends.blocks import (
-    SelectiveBlock,
-    Support,
-    compile_selective,
-)
+from engine.models.backends.blocks import Support, compile_selective, is_ssd
 from engine.models.backends.dispatch import (
     ANY,
     FEW_ROWS,
@@ -44,27 +36,28 @@ from engine.models.backends.dispatch import (
 )
 from engine.models.backends.kernel_support import lacks_bfloat16_kernels, lacks_hopper_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
+from engine.models.backends.ssd_layers import SsdLayers
+from engine.models.backends.state_space_layers import (
+    MOST_FOLDED_ROWS,
+    Product,
+    StateSpaceLayers,
+)
 from engine.models.backends.tuning_cache import TuningCache
 from engine.models.language_model import LanguageModel
 from engine.models.state import ModelState, Step
 from engine.ops import conv_scan, conv_step, selective_scan
-from engine.ops.fused_norm import added_rms_norm_
-from engine.ops.gemm import SQUARE_ROWS, linear_convolve, linear_map, linear_residual_
+from engine.ops.gemm import linear_map
 from engine.ops.selective import pack_dt_weight, selected_step
 
 BACKEND = "selective"
 NAME = "cublas"
 NAME_ON_HOPPER = "linear maps"
-SUPPORT = Support(cells=("mamba",))
+SUPPORT = Support(cells=("mamba", "mamba2"))
 _STATES = 16
 _WIDTHS = f"d_model, inner and dt_rank multiples of 8, {_STATES} states"
 _SUMS = "deterministic is set, but its sums depend on the number of rows"
 # If nothing was timed, larger steps and prompts use products of the library, as in cublas.py.
 _MOST_TOKENS = 192
-# What linear_convolve takes.
-_MOST_FOLDED_ROWS, _FOLDED_TAPS = 64, 4
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> x weight^T + bias
 
 
 def supports(
@@ -81,9 +74,11 @@ def supports(
 
 
 def refuses_widths(model: LanguageModel) -> str | None:
-    """Return why the kernels cannot run a Mamba of these widths; None: they can."""
+    """Return why the kernels cannot run a Mamba or Mamba-2 of these widths; None: they can."""
     if model.config.quantization is not None:
         return f"weights are {model.config.quantization}"
+    if is_ssd(model.program()):
+        return ssd_layers.refuses_widths(model)
     block = compile_selective(model.program())[0]
     inner, rank = block.recurrence.dt.weight.shape
     fits = not any(width % 8 for width in (model.config.d_model, inner, rank))
@@ -104,78 +99,60 @@ def explain(model: LanguageModel, device: torch.device) -> BackendInfo:
     )
 
 
-class SelectiveLayers:
-    """The layers of `model`, which must pass `supports`, computed with any matrix product.
+class SelectiveLayers(StateSpaceLayers):
+    """The layers of `model`, a Mamba that must pass `supports`.
 
     It holds copies of the weights of time steps.
     """
 
     @torch.no_grad()
     def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self.blocks: Sequence[SelectiveBlock] = compile_selective(model.program())
+        self.blocks = compile_selective(model.program())
+        super().__init__(model, self.blocks)
         self._dt_weights = [pack_dt_weight(block.recurrence.dt.weight) for block in self.blocks]
-        self._norms = [norm.weight for norm in [*(block.norm for block in self.blocks), model.norm]]
-        self._eps = model.config.norm_eps
 
-    @torch.no_grad()
+    def weights(self, prompts: bool) -> list[list[Tensor]]:
+        """Return the matrices of all products of a step or a prompt, each with those alike."""
+        weights = super().weights(prompts)
+        weights.append([block.recurrence.select.weight for block in self.blocks])
+        if prompts:
+            weights.append([block.recurrence.dt.weight for block in self.blocks])
+        return weights
+
     def step(self, product: Product, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
         """Read one token each; return hidden states [batch, d_model], as LanguageModel.step."""
 
-        def recur(index: int, block: SelectiveBlock, x: Tensor, z: Tensor) -> Tensor:
-            how, conv = block.recurrence, block.conv
+        def recur(index: int, projected: Tensor) -> Tensor:
+            conv = self.blocks[index].conv
+            x, z = projected.chunk(2, dim=1)
             u = conv_step(x, conv.weight, conv.bias, state[conv.state][index], slots, silu=True)
-            return selected_step(
-                u,
-                product(u, how.select.weight, None),
-                self._dt_weights[index],
-                *(how.A, how.D, how.dt.bias),
-                z,
-                *(state[how.state][index], slots),
-                how.norm_eps,
-            )
+            return self._selected_step(product, index, u, z, state, slots)
 
         return self._read(product, tokens, recur)
 
-    @property
-    def folds(self) -> bool:
-        """Whether `folded_step` can run these layers."""
-        width = self._model.config.d_model
-        return width % SQUARE_ROWS == 0 and all(
-            block.conv.weight.shape[1] == _FOLDED_TAPS for block in self.blocks
+    def folded_step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
+        """Compute `step` with two kernels a layer fewer."""
+
+        def recur(index: int, projected: Tensor, u: Tensor) -> Tensor:
+            z = projected[:, u.shape[1] :]
+            return self._selected_step(by_linear_map, index, u, z, state, slots)
+
+        return self._read_folded(tokens, state, slots, recur, first_convolved=0)
+
+    def _selected_step(
+        self, product: Product, index: int, u: Tensor, z: Tensor, state: ModelState, slots: Tensor
+    ) -> Tensor:
+        how = self.blocks[index].recurrence
+        return selected_step(
+            u,
+            product(u, how.select.weight, None),
+            self._dt_weights[index],
+            *(how.A, how.D, how.dt.bias),
+            z,
+            *(state[how.state][index], slots),
+            how.norm_eps,
         )
 
-    @torch.no_grad()
-    def folded_step(self, tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        """Compute `step` of up to 64 tokens with four kernels a layer."""
-        stream = self._model.embed(tokens)
-        normed = added_rms_norm_(stream, None, self._eps, self._norms[0])
-        squares: Tensor | None = None
-        for index, block in enumerate(self.blocks):
-            inputs, how, conv = cast("nn.Linear", block.inputs), block.recurrence, block.conv
-            xz, u = linear_convolve(
-                *(normed, squares, self._eps, inputs.weight, inputs.bias),
-                *(conv.weight, conv.bias, state[conv.state][index], slots),
-            )
-            y = selected_step(
-                u,
-                linear_map(u, None, 0.0, how.select.weight),
-                self._dt_weights[index],
-                *(how.A, how.D, how.dt.bias),
-                xz[:, block.inner :],
-                *(state[how.state][index], slots),
-                how.norm_eps,
-            )
-            out = cast("nn.Linear", block.out)
-            if index + 1 == len(self.blocks):
-                last = linear_map(y, None, 0.0, out.weight, out.bias)
-                return added_rms_norm_(stream, last, self._eps, self._norms[-1])
-            normed, squares = linear_residual_(
-                y, out.weight, out.bias, stream, self._norms[index + 1]
-            )
-        raise AssertionError("a model has layers")
-
-    @torch.no_grad()
     def prefill(
         self,
         product: Product,
@@ -186,8 +163,9 @@ class SelectiveLayers:
     ) -> Tensor:
         """Read packed prompts; return hidden states [tokens, d_model], as LanguageModel.prefill."""
 
-        def recur(index: int, block: SelectiveBlock, x: Tensor, z: Tensor) -> Tensor:
-            how, conv = block.recurrence, block.conv
+        def recur(index: int, projected: Tensor) -> Tensor:
+            how, conv = self.blocks[index].recurrence, self.blocks[index].conv
+            x, z = projected.chunk(2, dim=1)
             inputs = state[conv.state][index]
             u = conv_scan(x, conv.weight, conv.bias, cu_seqlens, inputs, slots, silu=True)
             rank, states = how.dt.weight.shape[1], how.A.shape[1]
@@ -203,21 +181,6 @@ class SelectiveLayers:
 
         return self._read(product, tokens, recur)
 
-    def _read(
-        self,
-        product: Product,
-        tokens: Tensor,
-        recur: Callable[[int, SelectiveBlock, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Read tokens; `recur`: layer index, block, x and z -> the out projection's input."""
-        stream, y = self._model.embed(tokens), None
-        for index, block in enumerate(self.blocks):
-            normed = added_rms_norm_(stream, y, self._eps, self._norms[index])
-            inputs, out = cast("nn.Linear", block.inputs), cast("nn.Linear", block.out)
-            x, z = product(normed, inputs.weight, inputs.bias).chunk(2, dim=1)
-            y = product(recur(index, block, x, z), out.weight, out.bias)
-        return added_rms_norm_(stream, y, self._eps, self._norms[-1])
-
 
 def _normed(x: Tensor, eps: float) -> Tensor:
     """Return x [..., n] divided by its root mean square, computed in fp32."""
@@ -228,10 +191,10 @@ class LibraryProducts:
     """Products by cuBLASLt, of the layers and of the head."""
 
     def __init__(
-        self, model: LanguageModel, layers: SelectiveLayers, head: LmHead, tuning: TuningCache
+        self, model: LanguageModel, layers: StateSpaceLayers, head: LmHead, tuning: TuningCache
     ) -> None:
         self._vocabulary = model.config.vocab_size
-        self._blocks, self._head = layers.blocks, head
+        self._layers, self._head = layers, head
         self._products = TunedProducts(tuning)
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -248,19 +211,9 @@ class LibraryProducts:
     def tune(self, tokens: Iterable[int], prompts: bool) -> None:
         """Find the fastest products for these numbers of tokens. Waits for the device."""
         for count in tokens:
-            self._tune_layer(count, prompts)
+            for alike in self._layers.weights(prompts):
+                self._products.tune(alike, count)
         torch.cuda.empty_cache()  # memory of the measurements
-
-    def _tune_layer(self, count: int, prompts: bool) -> None:
-        weights = [
-            [cast("nn.Linear", block.inputs).weight for block in self._blocks],
-            [block.recurrence.select.weight for block in self._blocks],
-            [cast("nn.Linear", block.out).weight for block in self._blocks],
-        ]
-        if prompts:
-            weights.append([block.recurrence.dt.weight for block in self._blocks])
-        for alike in weights:
-            self._products.tune(alike, count)
 
     @torch.no_grad()
     def tune_logits(self, rows: Collection[int]) -> None:
@@ -295,7 +248,9 @@ class SelectiveBackend(PathBackend):
     ) -> None:
         tuning = TuningCache() if tuning is None else tuning
         device, vocabulary = model.norm.weight.device, model.config.vocab_size
-        layers, head = SelectiveLayers(model), LmHead.of(model)
+        layers: StateSpaceLayers
+        layers = SsdLayers(model) if is_ssd(model.program()) else SelectiveLayers(model)
+        head = LmHead.of(model)
         library = LibraryProducts(model, layers, head, tuning)
         no_maps = lacks_hopper_kernels(model, device, SUPPORT)
 
@@ -345,7 +300,7 @@ def _nothing(sizes: Collection[int]) -> None:
 
 
 def _path_of_maps(
-    layers: SelectiveLayers, maps: Product, head: SeparateHead, *, fixed_order: bool
+    layers: StateSpaceLayers, maps: Product, head: SeparateHead, *, fixed_order: bool
 ) -> ExecutionPath:
     """Return the path for all sizes on Hopper, with which the library's products are compared.
 
@@ -354,7 +309,7 @@ def _path_of_maps(
     folds = layers.folds and not fixed_order
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
-        if folds and len(tokens) <= _MOST_FOLDED_ROWS:
+        if folds and len(tokens) <= MOST_FOLDED_ROWS:
             return layers.folded_step(tokens, state, slots)
         return layers.step(maps, tokens, state, slots)
 
@@ -374,7 +329,7 @@ def _path_of_maps(
 
 
 def _path_beside_maps(
-    layers: SelectiveLayers, library: LibraryProducts, head: SeparateHead
+    layers: StateSpaceLayers, library: LibraryProducts, head: SeparateHead
 ) -> ExecutionPath:
     """Return the path of cuBLASLt's products on Hopper."""
 
@@ -396,7 +351,7 @@ def _path_beside_maps(
     )
 
 
-def _path_of_library(layers: SelectiveLayers, library: LibraryProducts) -> ExecutionPath:
+def _path_of_library(layers: StateSpaceLayers, library: LibraryProducts) -> ExecutionPath:
     """Return the only path of other GPUs: cuBLASLt's products."""
 
     def step(tokens: Tensor, state: ModelState, slots: Tensor) -> Tensor:
