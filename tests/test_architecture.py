@@ -194,7 +194,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "cells": {"core"},
     "scan": {"arch", "core", "cells"},
     "conv1d": {"core", "cells"},
-    "selective": {"core", "cells"},
+    "selective": {"arch", "core", "cells"},
     "ssd": {"arch", "core", "cells", "selective"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
