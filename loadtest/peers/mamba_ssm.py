@@ -1,4 +1,4 @@
-"""Mamba of the package mamba_ssm with the same weights, on a GPU.
+"""Mamba and Mamba-2 of the package mamba_ssm with the same weights, on a GPU.
 
 Prompts are read as its users read them; a step runs in a CUDA graph, as its own generation does
 with `cg=True`. The package keeps states in the type of the weights. causal-conv1d, if it is
@@ -13,10 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.models.mamba.config import MambaConfig
 from engine.models.mamba.lm import MambaLM
+from engine.models.mamba2.config import Mamba2Config
+from engine.models.mamba2.lm import Mamba2LM
 from loadtest.peers.published import published_state_dict
 
 WARM_UP_STEPS = 2
+
+
+def _ssm_cfg(config: MambaConfig | Mamba2Config) -> dict[str, Any]:
+    """Return the package's config of a layer.
+
+    Raises ValueError for one that it does not compute.
+    """
+    if config.bias or not config.conv_bias:
+        raise ValueError("the package is measured with its usual biases only")
+    shared = {
+        "d_state": config.state_size,
+        "d_conv": config.conv_kernel,
+        "expand": config.inner // config.d_model,
+    }
+    if isinstance(config, Mamba2Config):
+        return {
+            "layer": "Mamba2",
+            "headdim": config.head_dim,
+            "ngroups": config.groups,
+            "dt_limit": config.dt_limit,
+            **shared,
+        }
+    if config.selection_norm_eps is not None:
+        raise ValueError("the package has no norms of what is selected")
+    return {"layer": "Mamba1", "dt_rank": config.dt_rank, **shared}
 
 
 class MambaSsm:
@@ -25,25 +53,17 @@ class MambaSsm:
     name = "mamba_ssm"
     decodes = True
 
-    def __init__(self, model: MambaLM) -> None:
-        from mamba_ssm.models.config_mamba import MambaConfig
+    def __init__(self, model: MambaLM | Mamba2LM) -> None:
+        from mamba_ssm.models.config_mamba import MambaConfig as TheirConfig
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
         config = model.config
         weight = model.norm.weight
-        if config.selection_norm_eps is not None or config.bias or not config.conv_bias:
-            raise ValueError("the package computes Mamba with its usual biases and norms only")
-        theirs = MambaConfig(
+        theirs = TheirConfig(
             d_model=config.d_model,
             n_layer=config.n_layers,
             vocab_size=config.vocab_size,
-            ssm_cfg={
-                "layer": "Mamba1",
-                "d_state": config.state_size,
-                "d_conv": config.conv_kernel,
-                "expand": config.inner // config.d_model,
-                "dt_rank": config.dt_rank,
-            },
+            ssm_cfg=_ssm_cfg(config),
             rms_norm=True,
             residual_in_fp32=config.residual_in_fp32,
             fused_add_norm=True,

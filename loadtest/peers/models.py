@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.lm import MambaLM
+from engine.models.mamba2.lm import Mamba2LM
 from engine.models.minrnn.lm import LM
 from loadtest.peers import torch_hgrn, torch_lm, torch_mamba
 from loadtest.peers.decoder import Mode, PlainDecoder
@@ -34,6 +35,8 @@ def plain_decoder(model: LanguageModel, batch: int, mode: Mode) -> PlainDecoder:
         return torch_hgrn.Decoder(model, batch, mode)
     if isinstance(model, MambaLM):
         return torch_mamba.Decoder(model, batch, mode)
+    if isinstance(model, Mamba2LM):
+        raise ValueError("plain PyTorch is no peer of Mamba-2")
     return torch_lm.Decoder(_minrnn(model), batch, mode)
 
 
@@ -48,6 +51,8 @@ def plain_prompt_reader(
         raise ValueError("plain PyTorch has no parallel form of HGRN")
     if isinstance(model, MambaLM):
         raise ValueError("plain PyTorch has no parallel form of Mamba that fits in memory")
+    if isinstance(model, Mamba2LM):
+        raise ValueError("plain PyTorch is no peer of Mamba-2")
     return torch_lm.prompt_reader(_minrnn(model), length, mode)
 
 
@@ -144,8 +149,32 @@ class Mamba:
         return self._model.step(batch, device)
 
 
+class Mamba2:
+    """mamba_ssm on a GPU, with the same weights."""
+
+    name = MambaSsm.name
+    decodes = True
+
+    def __init__(self, model: Mamba2LM) -> None:
+        self._given = model
+
+    @cached_property
+    def _model(self) -> MambaSsm:
+        return MambaSsm(self._given)
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """Read a prompt [tokens]; return the logits [vocab] of its last token."""
+        return self._model.prompt(tokens)
+
+    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        """Return a function that decodes one token of `batch` sequences."""
+        return self._model.step(batch, device)
+
+
 def package_peer(model: LanguageModel) -> PackagePeer | None:
     """Return the package that publishes models of this family, if it is a peer."""
+    if isinstance(model, Mamba2LM):
+        return Mamba2(model) if model.norm.weight.is_cuda else None
     if isinstance(model, MambaLM):
         return Mamba(model)
     if isinstance(model, HgrnLM):
