@@ -18,6 +18,7 @@ from engine.models.backends.cublas import CublasPath
 from engine.models.backends.fused_gemm import FusedGemmPath
 from engine.models.backends.lm_head import LmHead
 from engine.models.backends.selective import LibraryProducts, SelectiveLayers, by_linear_map
+from engine.models.backends.selector import explain_backend
 from engine.models.backends.ssd_layers import SsdLayers
 from engine.models.backends.state_space_layers import StateSpaceLayers
 from engine.models.backends.tuning_cache import TuningCache
@@ -27,7 +28,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.mamba.config import MambaConfig
 from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
-from engine.ops import fused_norm, gemm
+from engine.ops import fused_norm, gemm, library
 from engine.ops.selective import selected_step_reference
 from tests.models.variants import int32, relative_error
 
@@ -308,10 +309,19 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
         ({"quantization": "int8"}, "weights are int8"),
     ],
 )
-def test_other_mamba_2s_are_refused_by_what_they_are(changes: dict[str, Any], reason: str) -> None:
+def test_other_mamba_2s_are_refused_by_what_they_are(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is told where a model is explained for a GPU, too."""
+    monkeypatch.setattr(library, "has_cuda_kernels", lambda: True)
     with torch.device("meta"):
-        model = registry.build(dataclasses.replace(_MAMBA2, **changes))
+        model = registry.build(dataclasses.replace(_MAMBA2, **changes)).bfloat16()
     assert (selective.refuses_widths(model) or "").startswith(reason)
+    (told,) = (
+        path for path in explain_backend(model, torch.device("cuda")).paths
+        if path.name == selective.BACKEND
+    )  # fmt: skip
+    assert not told.used and (told.reason or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,12 @@ def select_backend(
         return _instead_of(cpu.BACKEND, reason, _eager(model, deterministic, None, reason))
     # Nothing is measured if a row's bits must not depend on what was faster.
     tuning = TuningCache.of(None if deterministic else tuning_folder, model, device)
-    if selective.supports(model, device, deterministic=deterministic) is None:
-        return SelectiveBackend(model, deterministic=deterministic, tuning=tuning)
-    reason = hopper.supports(model, device)
+    name, reason = _backend_on_gpu(model, device, deterministic)
     if reason is None:
+        if name == selective.BACKEND:
+            return SelectiveBackend(model, deterministic=deterministic, tuning=tuning)
         return HopperBackend(model, deterministic=deterministic, tuning=tuning)
-    log.info("Hopper backend: not used: %s", reason)
+    log.info("%s backend: not used: %s", name.capitalize(), reason)
     if not deterministic and _would_gain_by_a_copy(model, device):
         needed, free = bytes_of_copy(model), available_memory(device) - reserve
         if 2 * needed <= free:
@@ -171,7 +171,7 @@ def select_backend(
             "free (%d MB are): prompts and batches of more than %d sequences will be slow",
             *(needed // 10**6, max(free, 0) // 10**6, PersistentDecode.most_rows(model)),
         )
-    return _instead_of(hopper.BACKEND, reason, _eager(model, deterministic, tuning, reason))
+    return _instead_of(name, reason, _eager(model, deterministic, tuning, reason))
 
 
 def explain_backend(model: LanguageModel, device: torch.device) -> BackendInfo:
@@ -185,12 +185,21 @@ def explain_backend(model: LanguageModel, device: torch.device) -> BackendInfo:
         if reason is None:
             return cpu.INFO
         return eager.explain(model, device).instead_of(cpu.BACKEND, reason)
-    if selective.supports(model, device) is None:
-        return selective.explain(model, device)
-    reason = hopper.supports(model, device)
+    name, reason = _backend_on_gpu(model, device)
     if reason is None:
+        if name == selective.BACKEND:
+            return selective.explain(model, device)
         return hopper.explain(model, device)
-    return eager.explain(model, device).instead_of(hopper.BACKEND, reason)
+    return eager.explain(model, device).instead_of(name, reason)
+
+
+def _backend_on_gpu(
+    model: LanguageModel, device: torch.device, deterministic: bool = False
+) -> tuple[str, str | None]:
+    """Return the backend with kernels for such a cell, and why it is not used; None: it is."""
+    if model.config.cell in selective.SUPPORT.cells:
+        return selective.BACKEND, selective.supports(model, device, deterministic=deterministic)
+    return hopper.BACKEND, hopper.supports(model, device)
 
 
 def copy_wanted(model: LanguageModel, device: torch.device) -> int:
