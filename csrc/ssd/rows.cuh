@@ -34,6 +34,9 @@ struct RowShare {
   static constexpr int kRows = kRowsOfLane, kStates = kVec * kParts;
   static constexpr int kWarpRows = kRows * (kWarpLanes / kLanes);
   static constexpr bool kWhole = kWholeAccesses;
+  // Tokens of a scan whose inputs are requested at once. Where lanes have many rows there are
+  // other warps to wait for theirs.
+  static constexpr int kTogether = kRows >= 8 || kStates > 8 ? 1 : kStates > 4 ? 2 : 4;
   static_assert(!kWhole || kParts == 1);
   static_assert(kRows <= kLanes, "a lane writes the output of at most one row");
 };
@@ -182,6 +185,36 @@ class HeadRows {
   float h_[kRows][Share::kStates];
 };
 
+// Reads rows [begin, end) of a sequence; kTogether tokens' inputs are on their way while the tokens
+// before are computed.
+template <int kTogether, class Rows>
+__device__ __forceinline__ void read_tokens(Rows& rows, std::int64_t begin, std::int64_t end) {
+  typename Rows::Inputs next[kTogether];
+  const auto read = [&](std::int64_t first) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      next[i] = rows.read(first + i < end ? first + i : end - 1);
+    }
+  };
+  read(begin);
+#pragma unroll 1
+  for (std::int64_t row = begin; row < end; row += kTogether) {
+    typename Rows::Inputs now[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) now[i] = next[i];
+    if (row + kTogether < end) read(row + kTogether);
+    if (row + kTogether <= end) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) rows.write(row + i, rows.advance(now[i]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (row + i < end) rows.write(row + i, rows.advance(now[i]));
+      }
+    }
+  }
+}
+
 // A sequence is one row of a step, or what cu_seqlens says; behind the last is the padding tail.
 template <class T, class State, class Share, bool kSteps>
 __global__ void __launch_bounds__(kThreads) ssd_rows_kernel(const __grid_constant__ SsdArgs args) {
@@ -209,15 +242,8 @@ __global__ void __launch_bounds__(kThreads) ssd_rows_kernel(const __grid_constan
       for (std::int64_t row = begin; row < end; ++row) rows.write(row, 0.0f);
       return;
     }
-    // A token's inputs are on their way while the token before is computed.
-    auto next = rows.read(begin);
     rows.load(slot);
-#pragma unroll 1
-    for (std::int64_t row = begin; row < end; ++row) {
-      const auto in = next;
-      if (row + 1 < end) next = rows.read(row + 1);
-      rows.write(row, rows.advance(in));
-    }
+    read_tokens<Share::kTogether>(rows, begin, end);
     rows.store(slot);
   }
 }
