@@ -306,6 +306,7 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
         ({"heads": 12}, "widths do not meet"),  # 2 inner + 2 groups states + heads
         ({"d_model": 60}, "widths do not meet"),
         ({"groups": 4, "head_dim": 2}, "widths do not meet"),
+        ({"state_size": 1028}, "more than 1024 states"),
         ({"quantization": "int8"}, "weights are int8"),
     ],
 )

@@ -1,4 +1,4 @@
-"""SsdLayers: the layers of Mamba-2 on a GPU, one kernel between two matrix products or few.
+"""SsdLayers: the layers of Mamba-2 on a GPU, with few kernels between two matrix products.
 
 A layer of a step is six kernels: the norm; the product to z | x | B | C | dt; the convolution of
 its columns x, B and C, with SiLU; the step; the norm of each group's gated channels; the out
@@ -23,6 +23,7 @@ WIDTHS = (
     "d_model, inner, a group's channels and the in projection (2 inner + 2 groups states + heads) "
     "multiples of 8"
 )
+_MOST_STATES = 1024  # kMostSsdStates in csrc/ssd/args.h
 
 # Inputs of the convolution -> its outputs; of these x, then dt, B and C -> y, as the operators.
 Convolve = Callable[[int, Tensor], Tensor]
@@ -30,13 +31,15 @@ Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def refuses_widths(model: LanguageModel) -> str | None:
-    """Return why the kernels cannot run a Mamba-2 of these widths; None: they can."""
+    """Return why the kernels cannot run a Mamba-2 of these sizes; None: they can."""
     block = compile_ssd(model.program())[0]
     widths = [
         *(model.config.d_model, block.inner, block.inputs.weight.shape[0]),
         block.inner // block.recurrence.groups,
     ]
-    return f"widths do not meet: {WIDTHS}" if any(width % 8 for width in widths) else None
+    if any(width % 8 for width in widths):
+        return f"widths do not meet: {WIDTHS}"
+    return f"more than {_MOST_STATES} states" if block.states > _MOST_STATES else None
 
 
 class SsdLayers(StateSpaceLayers):
