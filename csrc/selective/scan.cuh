@@ -9,11 +9,9 @@
 //   advance  per token: the states, the sums C h, the outputs
 //   write    outputs to memory, side by side along the channels
 //
-// Where blocks are few, two warps more do all stages but `advance`: a warp that advances states
-// then waits for nothing else.
+// Where blocks are few, other warps do all stages but `advance`: a warp that advances states then
+// waits for nothing else.
 #pragma once
-
-#include <algorithm>
 
 #include "../core/vector_access.cuh"
 #include "recurrence.cuh"
@@ -39,7 +37,7 @@ struct ScanTile {
   static constexpr int kPairs = kStates * kLanes / 2;        // of states
   static constexpr int kSummed = kLanes < 8 ? kLanes : 8;    // tokens whose sums go together
   // Of a multiprocessor, by registers.
-  static constexpr int kBlocks = kStates > 4 || kStagers > 0 ? 3 : 4;
+  static constexpr int kBlocks = kStagers > 0 ? (kTime > 32 ? 2 : 3) : kStates > 4 ? 3 : 4;
   // Rows of outputs begin in different banks.
   static constexpr int kRow = kChannels + (kWarpChannels < 4 ? 4 : kWarpChannels);
   static_assert(kTime % kSummed == 0 && kTime % 2 == 0);
@@ -386,20 +384,18 @@ inline long long scan_blocks(const Layout& lay) {
 
 constexpr std::int64_t kMostStatesOnGpu = 256;
 
-// For few channels of few sequences. Twice as many threads as UsualTile has advance states, half as
-// many each, with more to do for the same tokens.
-using FewChainsTile = ScanTile<2, 8, 32, 2, 64>;
 using UsualTile = ScanTile<4, 4, 32, 4>;
+// For few channels of few sequences. Twice as many threads advance states, half as many each, with
+// more to do for the same tokens, and as many threads again do the other stages.
+using FewChainsTile = ScanTile<2, 8, 64, 2, 128>;
+// The same with three blocks on a multiprocessor.
+using ThreeBlocksTile = ScanTile<2, 8, 32, 2, 128>;
 // Any strides, alignment and number of channels.
 using AnyTile = ScanTile<4, 4, 32, 1>;
 using States64Tile = ScanTile<4, 16, 16, 1>;
 using States256Tile = ScanTile<8, 32, 8, 1>;
 
-// Clocks of a token: instructions of a warp by the compiler's listings, which the blocks of a
-// multiprocessor share its schedulers for, and at least what a block takes that is alone there.
-constexpr long long kFewChainsCost = 28, kUsualCost = 45, kUsualAlone = 100;
-
-// Whether inputs, outputs and states lie aligned for UsualTile and FewChainsTile.
+// Whether inputs, outputs and states lie aligned for tiles with vectors.
 template <class T>
 inline bool scans_in_vectors(const SelectiveArgs& args) {
   constexpr int kVec = UsualTile::kVec, kStates = UsualTile::kStates;
@@ -417,14 +413,10 @@ inline void with_scan_tile(const SelectiveArgs& args, int multiprocessors, const
   if (args.states > 64) return f(States256Tile{});
   if (args.states > 16) return f(States64Tile{});
   if (!scans_in_vectors<T>(args)) return f(AnyTile{});
-  const auto turns = [&](int channels_of_block) {
-    const Layout& lay = args.layout;
-    return divided_up(lay.sequences * divided_up(lay.channels, channels_of_block), multiprocessors);
-  };
-  const long long few = turns(FewChainsTile::kChannels) * kFewChainsCost;
-  if (few < std::max(turns(UsualTile::kChannels) * kUsualCost, kUsualAlone)) {
-    return f(FewChainsTile{});
-  }
+  const Layout& lay = args.layout;
+  const std::int64_t blocks = lay.sequences * divided_up(lay.channels, FewChainsTile::kChannels);
+  if (blocks <= FewChainsTile::kBlocks * multiprocessors) return f(FewChainsTile{});
+  if (blocks <= ThreeBlocksTile::kBlocks * multiprocessors) return f(ThreeBlocksTile{});
   f(UsualTile{});
 }
 

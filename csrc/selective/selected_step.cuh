@@ -2,55 +2,61 @@
 // of what was selected: all that is between the selection's product and the out projection's.
 //
 // dt of a channel is the product of a short row of inputs, and the warp that has the channel's
-// states computes it: the weights are read once for kRows rows. Its sum has four parts, whatever
-// the number of lanes that share it.
+// states computes it on tensor cores, of kRows rows at once.
 #pragma once
 
+#include "../arch/mma.cuh"
 #include "selected_args.h"
 #include "step.cuh"
 
 namespace minserve {
 namespace cuda {
 
-constexpr int kDtVec = kDtChunk, kDtParts = 4;
+constexpr int kDtVec = kDtChunk;
 
-// Products of kRows rows' inputs with the weights of this lane's own channel; rows from `count` on
-// repeat the last one.
+// Products of kRows rows' inputs with the weights of this lane's own channel. The warp has channels
+// from `first` on, and rows from `count` on are not there. The tensor cores' sums of a row depend
+// on that row only.
 template <class Lanes, int kUnits, int kRows>
-__device__ __forceinline__ void project_dt(const SelectedArgs& args, const Lanes& lanes,
-                                           std::int64_t row, int count, float (&dt)[kRows]) {
-  constexpr int kOwnParts = kUnits == 1 ? 1 : kDtParts;
-  static_assert(kUnits == 1 || kUnits == kDtParts, "a lane has one part or all");
-  const int chunks = args.rank / kDtVec;
-  const std::int64_t channels = args.step.layout.channels;
-  const bf16* const weights = args.dt_weight + lanes.own() * kDtVec;
+__device__ __forceinline__ void project_dt(const SelectedArgs& args, int first, std::int64_t row,
+                                           int count, float (&dt)[kRows]) {
+  constexpr int kTiles = (kUnits + 1) / 2;  // of 16 channels
+  static_assert(Lanes::kWarpChannels == 8 && kRows <= 8, "half a tile, and its columns");
+  const int chunks = args.rank / kDtVec, channels = static_cast<int>(args.step.layout.channels);
+  const int own = Lanes::lane() / 4, pair = Lanes::lane() % 4 * 2;
   const Stream& selection = args.step.dt;
-  const auto inputs = [&](int r) {
-    return static_cast<const bf16*>(selection.data) +
-           (row + (r < count ? r : count - 1)) * selection.stride;
+  const bf16* const inputs =
+      static_cast<const bf16*>(selection.data) + (row + own) * selection.stride + pair;
+  const auto two_inputs = [&](int chunk) {
+    if (own >= count || chunk >= chunks) return 0u;
+    return *reinterpret_cast<const unsigned*>(inputs + chunk * kDtVec);
   };
-  float parts[kRows][kOwnParts] = {};
-  for (int at = kUnits == 1 ? Lanes::group() : 0; at < chunks; at += kDtParts) {
+  const auto two_weights = [&](int unit, int chunk) {
+    const int channel = first + unit * 8 + own;
+    if (unit >= kUnits || channel >= channels || chunk >= chunks) return 0u;
+    const std::int64_t at = static_cast<std::int64_t>(chunk) * channels + channel;
+    return *reinterpret_cast<const unsigned*>(args.dt_weight + at * kDtVec + pair);
+  };
+  float sums[kTiles][4] = {};
+#pragma unroll 2
+  for (int chunk = 0; chunk < chunks; chunk += 2) {
+    const unsigned x0 = two_inputs(chunk), x1 = two_inputs(chunk + 1);
 #pragma unroll
-    for (int p = 0; p < kOwnParts; ++p) {
-      if (at + p >= chunks) continue;
-      Channels<bf16, kDtVec> weight;
-      if (lanes.owns()) weight.load(weights + (at + p) * channels * kDtVec);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        Channels<bf16, kDtVec> in;
-        in.load(inputs(r) + (at + p) * kDtVec);
-#pragma unroll
-        for (int i = 0; i < kDtVec; ++i) parts[r][p] = fmadd(in[i], weight[i], parts[r][p]);
-      }
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int unit = 2 * tile;
+      const uint4 weights = {two_weights(unit, chunk), two_weights(unit + 1, chunk),
+                             two_weights(unit, chunk + 1), two_weights(unit + 1, chunk + 1)};
+      mma_bf16(sums[tile], weights, x0, x1);
     }
   }
+  const int own_unit = value_of_group<kUnits>(Lanes::group());
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if constexpr (kUnits == 1) {
-      dt[r] = sum_over_groups<Lanes::kWarpChannels>(parts[r][0]);
-    } else {
-      dt[r] = (parts[r][0] + parts[r][1]) + (parts[r][2] + parts[r][3]);
+    const int from = Lanes::lane() % 8 * 4 + r / 2;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit) {
+      const float found = __shfl_sync(kWholeWarp, sums[unit / 2][unit % 2 * 2 + r % 2], from);
+      if (unit == 0 || unit == own_unit) dt[r] = found;
     }
   }
 }
@@ -128,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   StepInputs<bf16, kStates, kStates, false> next;
   next.load(step, row, own, lanes.owns(), Lanes::first_state());
   float dt[kRows];
-  project_dt<Lanes, kUnits>(args, lanes, row, count, dt);
+  project_dt<Lanes, kUnits>(args, first, row, count, dt);
 #pragma unroll 1
   for (int r = 0; r < count; ++r) {
     const auto in = next;

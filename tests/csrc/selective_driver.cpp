@@ -59,6 +59,7 @@ class Driver {
       if (case_.states <= 16 && in_vectors()) {
         same(scan<cuda::UsualTile>(whole(), state_, seed), first, " of the usual tile" + when);
         same(scan<cuda::FewChainsTile>(whole(), state_, seed), first, " of few chains" + when);
+        same(scan<cuda::ThreeBlocksTile>(whole(), state_, seed), first, " of three blocks" + when);
       }
     }
     // A state of two bytes is rounded at the end of every call.

@@ -86,8 +86,11 @@ def state_of(rows: int, seed: int) -> Tensor:
 
 
 def near(given: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    """Sums of several hundred products may be much smaller than these."""
-    close(given, wanted, dtype, factor=10)
+    """Sums of several hundred products may be much smaller than these.
+
+    In float32 they are added one by one on a GPU.
+    """
+    close(given, wanted, dtype, factor=40 if dtype == torch.float32 else 10)
 
 
 groups_and_limits = pytest.mark.parametrize(
