@@ -255,7 +255,8 @@ class Model {
     wait_before(layer.dt);
     const char* selected = select(layer);
     const char* rest = selected + fed_row_bytes(plan_.rank, kElement);
-    float* const wide = to_.own_states + thread_ * kMostPanels * kPanel * plan_.states;
+    float* const wide =
+        work_.half_cell ? to_.own_states + thread_ * kMostPanels * kPanel * plan_.states : nullptr;
     with_states(plan_.states, [&](auto vectors) {
       product(layer.dt, selected, selected_stride_,
               SelectiveRecurrence<decltype(vectors)::value, Fed>(work_, l, cut(layer.dt).rows.begin,

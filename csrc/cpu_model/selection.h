@@ -60,7 +60,7 @@ class SelectiveInputs {
 
 // Of the products dt of a layer, whose bias they have: the recurrence, D and the gate. y takes the
 // place of u. `selected`: rows of B | C, `stride` bytes apart; `wide`: room for the states of a
-// group of panels, where they are bfloat16.
+// group of panels, where they are bfloat16, else null.
 template <int kVectors, class Fed>
 class SelectiveRecurrence {
  public:
@@ -99,12 +99,14 @@ class SelectiveRecurrence {
         const VF u = load<VF>(reinterpret_cast<const typename Fed::element*>(y) + c, Full{});
         const VF dt = softplus(out.vector(p, part));
         const int count = left < kWidth ? static_cast<int>(left) : kWidth;
-        float* h = static_cast<float*>(work_.cell) + state + c * states_;
+        float* h;
         bf16* kept = nullptr;
         if (work_.half_cell) {
           kept = static_cast<bf16*>(work_.cell) + state + c * states_;
           h = wide_ + (p * kPanel + part * kWidth) * states_;
           if (row == at.begin) copy_states(kept, h, count * states_);
+        } else {
+          h = static_cast<float*>(work_.cell) + state + c * states_;
         }
         const VF sum = token.advance(layer_.A + c * states_, h, dt, u, count);
         if (kept && row + 1 == at.end) copy_states(h, kept, count * states_);
