@@ -6,6 +6,7 @@
 // are widened at the first row of a sequence and rounded at its last.
 #pragma once
 
+#include "../cells/softplus_cpu.h"
 #include "../selective/step_cpu.h"
 #include "recurrence.h"
 

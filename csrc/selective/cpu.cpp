@@ -1,5 +1,7 @@
 // The selective recurrence on the CPU: one pass over the tokens of a run of channels, whose states
 // stay in the first-level cache. Compiled once per instruction set; see core/vec.h.
+#include "../cells/silu_cpu.h"
+#include "../cells/softplus_cpu.h"
 #include "../core/subnormals_cpu.h"
 #include "args.h"
 #include "step_cpu.h"

@@ -1,5 +1,6 @@
 // Mamba-2's recurrence on the CPU: the tokens of a sequence in blocks, for a run of rows of a
 // head's state. Compiled once per instruction set; see core/vec.h.
+#include "../cells/softplus_cpu.h"
 #include "../core/subnormals_cpu.h"
 #include "args.h"
 #include "block_cpu.h"

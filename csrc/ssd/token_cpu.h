@@ -1,7 +1,7 @@
 // One token of Mamba-2's recurrence on the CPU: each state is read and written once.
 #pragma once
 
-#include "../selective/step_cpu.h"
+#include "../core/states_cpu.h"
 
 namespace minserve {
 namespace MS_ISA {
