@@ -24,7 +24,7 @@ struct SsdArgs {
   Stream x;                  // [tokens, heads, head_dim]
   Stream dt;                 // [tokens, heads]
   Stream B, C;               // [tokens, groups, states]
-  Stream y;                  // [tokens, heads, head_dim]
+  Stream y;                  // [tokens, heads, head_dim]; on the CPU it may be x
   const float* A = nullptr;  // [heads]
   HeadVector D, dt_bias;
   float least_dt = 0, most_dt = 0;  // behind softplus
@@ -35,14 +35,19 @@ struct SsdArgs {
   void* workspace = nullptr;  // of a scan on CUDA: of cuda::ssd_workspace_bytes()
 };
 
-// Does a run of a head's rows for some sequences on the CPU; the sequence after the last is the
-// padding tail. How items are numbered is told in cpu.cpp.
+// Does a run of a head's rows for some sequences on the CPU: items [begin, end). How items are
+// numbered is told in cpu.cpp.
 using SsdFn = void (*)(const SsdArgs&, std::int64_t begin, std::int64_t end);
 
 // Rows [states] of a head's state that an item has, and how many numbers these are at most.
 constexpr std::int64_t kMostSsdRows = 64, kSsdRunStates = 16384;
 constexpr std::int64_t ssd_run_rows(std::int64_t states) {
   return kMostSsdRows * states <= kSsdRunStates ? kMostSsdRows : kSsdRunStates / states;
+}
+// How many items there are. The sequence after the last of a scan is the padding tail.
+MS_HD std::int64_t ssd_items(const SsdArgs& args) {
+  const std::int64_t sequences = args.layout.sequences + (args.layout.cu_seqlens ? 1 : 0);
+  return sequences * args.heads * divided_up(args.head_dim, ssd_run_rows(args.states));
 }
 
 MS_DECLARE_PER_ISA(SsdFn ssd_kernel(Dtype dtype);)

@@ -9,8 +9,7 @@ namespace {
 void run_on_cpu(const SsdArgs& args, Dtype dtype) {
   const Layout& lay = args.layout;
   const SsdFn kernel = MS_BY_ISA(ssd_kernel)(dtype);
-  const std::int64_t runs = divided_up(args.head_dim, ssd_run_rows(args.states));
-  const std::int64_t items = (lay.sequences + 1) * args.heads * runs;
+  const std::int64_t items = ssd_items(args);
   const std::int64_t states = lay.tokens * lay.channels * args.states;  // of all tokens
   const std::int64_t grain = divided_up(kGrainElements * items, states);
   torch::stable::parallel_for(
