@@ -225,20 +225,24 @@ def composed_scan(
     sequence = sequence.clamp(max=sequences - 1)
     live &= valid[sequence]
     first, row = (at == begins[sequence]).view(-1, 1, 1), rows[sequence]
-    token_bytes = 3 * A.numel() * A.element_size()
+    token_bytes = 6 * A.numel() * A.element_size()
     most = max(1, _MOST_PIECE_BYTES[x.device.type] // token_bytes)
     parts: list[Tensor] = []
     carry: Tensor | None = None
+    broken_before: Tensor | None = None
     for start in range(0, tokens, most):
         piece = slice(start, min(start + most, tokens))
         a, b = _coefficients(wide[piece], step[piece], A, B[piece])
         # The sequences follow each other in one scan: at its first token each forgets what comes
-        # before and adds its own state.
+        # before and adds its own state. A product with 0 does not forget what is not finite, so
+        # such values are left out, and another scan finds the states that they would reach.
         b += (state.index_select(0, row[piece]) * a).masked_fill_(~first[piece], 0)
-        a.masked_fill_(first[piece], 0)
-        h = linear_scan(a.flatten(1)[None], b.flatten(1)[None], carry)[0]  # [piece, channels * N]
-        carry = h[-1:]
-        h = h.view_as(a)
+        broken = ~(a.isfinite() & b.isfinite())
+        a.masked_fill_(first[piece] | broken, 0)
+        h = _scan(a, b.masked_fill_(broken, 0), carry)  # [piece, channels, N]
+        since = _scan((~first[piece]).to(a.dtype).expand_as(a), broken.to(a.dtype), broken_before)
+        carry, broken_before = h[-1:].clone(), since[-1:]
+        h.masked_fill_(since > 0, torch.nan)
         parts.append(torch.bmm(h, C[piece].unsqueeze(2)).squeeze(2))
         last = ends.long() - 1 - start
         written = valid & (begins < ends) & (last >= 0) & (last < len(h))
@@ -269,6 +273,12 @@ def composed_step(
     y = torch.bmm(h, C.to(A.dtype).unsqueeze(2)).squeeze(2)
     _write(state, rows, valid, h, torch.arange(len(h), device=x.device))
     return _output(y, wide, D, z).masked_fill(~valid.unsqueeze(1), 0).to(x.dtype)
+
+
+def _scan(a: Tensor, b: Tensor, before: Tensor | None) -> Tensor:
+    """Return h [tokens, channels, N] of one sequence; before: h of the token before it, or None."""
+    carry = None if before is None else before.flatten(1)
+    return linear_scan(a.flatten(1)[None], b.flatten(1)[None], carry)[0].view_as(b)
 
 
 def _softplus(dt: Tensor, dt_bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -125,7 +125,7 @@ def test_ragged_batches_read_in_pieces(
 ) -> None:
     """Composed, of so many tokens at once."""
     monkeypatch.setattr(selective, "_IN_LIBRARY", False)
-    most_bytes = {device: most_tokens * 3 * CHANNELS * STATES * 4}
+    most_bytes = {device: most_tokens * 6 * CHANNELS * STATES * 4}
     monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", most_bytes)
     check_ragged_batch(device, dtype, gated)
 
@@ -271,9 +271,8 @@ def test_extreme_time_steps_and_gates(form: str, device: str) -> None:
     close(held, new_state, torch.float32, factor=8)
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_nan_stays_in_its_channel_and_sequence(device: str) -> None:
+def test_a_nan_stays_in_its_channel_and_sequence(form: str, device: str) -> None:
     given = case()
     clean = served(given, device, torch.float32)
     x = given[0]
@@ -289,6 +288,32 @@ def test_a_nan_stays_in_its_channel_and_sequence(device: str) -> None:
     same_bits(states[0], states[1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("piece", [None, 7])
+def test_values_that_are_not_finite_stay_in_their_sequence(
+    form: str, device: str, piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a state, of a sequence's tokens, and of padding; also where pieces of a scan end."""
+    if piece is not None:
+        most_bytes = piece * 6 * CHANNELS * STATES * 4 + 1
+        monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", {"cpu": most_bytes, "cuda": most_bytes})
+    given, state = case(60), exact(4, CHANNELS, STATES, seed=9)
+    bounds, slots = int32(0, 20, 40, 50), int32(2, 0, -1)
+    y, new_state = wanted_of(given, bounds, state, slots)
+    args, held = served(given, device, torch.float32), state.float().to(device)
+    held[2] = torch.nan
+    for at in (0, 1, 3, 4):  # x, dt, B, C
+        tensor = args[at]
+        assert tensor is not None
+        tensor[10:20] = torch.nan
+        tensor[40:] = torch.inf
+    got = ops.selective_scan(*args, bounds.to(device), held, slots.to(device)).cpu()
+    close(got[20:40], y[20:40], torch.float32, factor=4)
+    assert got[:20].isnan().all() and not got[40:].any() and held[2].isnan().all()
+    rest = [0, 1, 3]
+    close(held[rest], new_state[rest], torch.float32, factor=4)
+
+
 def test_pieces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 
@@ -298,11 +323,11 @@ def test_pieces_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(selective, "_IN_LIBRARY", False)
     monkeypatch.setattr(selective, "linear_scan", spy)
-    most_bytes = {"cpu": 100 * 3 * CHANNELS * STATES * 4 + 1}
+    most_bytes = {"cpu": 100 * 6 * CHANNELS * STATES * 4 + 1}
     monkeypatch.setattr(selective, "_MOST_PIECE_BYTES", most_bytes)
     given, state = served(case(), "cpu", torch.float32), torch.zeros(ROWS, CHANNELS, STATES)
     ops.selective_scan(*given, CU_SEQLENS, state, SLOTS)
-    assert lengths == [100, 100, 100, 40]
+    assert lengths[::2] == lengths[1::2] == [100, 100, 100, 40]  # states, and which are not finite
 
 
 @pytest.mark.parametrize("device", DEVICES)
