@@ -198,7 +198,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "ssd": {"arch", "core", "cells"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
-    "cpu_model": {"core", "cells", "selective"},
+    "cpu_model": {"core", "cells", "selective", "ssd"},
     "gemm": {"arch", "core", "cells"},
     "cublaslt": {"core"},
     "fused_norm": {"core", "cells"},

@@ -2,6 +2,7 @@
 // goes through them. Compiled once per instruction set; see core/vec.h.
 #include "../core/subnormals_cpu.h"
 #include "selection.h"
+#include "ssd_inputs.h"
 
 namespace minserve {
 namespace MS_ISA {
@@ -50,7 +51,9 @@ class Model {
     embed();
     wait_before(first_matrix(work_.layers[0]));
     for (std::int64_t l = 0; l < plan_.layers; ++l) {
-      if (plan_.states > 0) {
+      if (plan_.heads > 0) {
+        ssd_layer(l);
+      } else if (plan_.states > 0) {
         selective_layer(l);
       } else {
         front(l);
@@ -293,6 +296,41 @@ class Model {
       }
     }
     if (!own) wait_before(layer.dt);
+    return to;
+  }
+
+  // --- a layer of Mamba-2
+
+  void ssd_layer(std::int64_t l) {
+    const LayerPlan& layer = work_.layers[l];
+    const char* fed = norm(layer.cell_norm, layer.gates);
+    product(layer.gates, fed, fed_stride_, SsdInputs(work_, l, cut(layer.gates).rows.begin));
+    wait_before(layer.out);  // the recurrence before it reads no weights worth fetching
+    const SsdArgs args = ssd_args(work_, l);
+    const Range mine = part_of(ssd_items(args), thread_, team_.size);
+    work_.ssd(args, mine.begin, mine.end);
+    wait_before(layer.out);
+    const char* h = gated_norm(layer);
+    add_to_x(layer.out, h, h_stride_);
+    wait_before(after_back(l));
+  }
+
+  // Rows of y silu(z), each group divided by its RMS, times the norm's weight; a few rows by every
+  // thread for itself.
+  const char* gated_norm(const LayerPlan& layer) {
+    const bool own = work_.rows <= kOwnRows;
+    char* to = own ? to_.own_h + thread_ * kOwnRows * h_stride_ : to_.h;
+    const std::int64_t columns = up_to(plan_.inner, kPanel), width = plan_.inner / plan_.groups;
+    const Range mine = own ? Range{0, work_.rows} : part_of(work_.rows, thread_, team_.size);
+    for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+      const float* const y = to_.ssd + r * ssd_columns(plan_);
+      const float* const gate = to_.gate + r * columns;
+      for (std::int64_t first = 0; first < plan_.inner; first += width) {
+        gated_norm_row(y + first, gate + first, layer.gated_norm + first, width, plan_.eps,
+                       [&](std::int64_t c, VF v) { Fed::put(to + r * h_stride_, first + c, v); });
+      }
+    }
+    if (!own) wait_before(layer.out);
     return to;
   }
 

@@ -118,8 +118,12 @@ class Call {
     work.buffers.h = at += bytes(p.width);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
-    if (p.states > 0) {
-      work.buffers.gate = floats(rows * up_to(p.inner, kPanel));
+    if (p.states > 0) work.buffers.gate = floats(rows * up_to(p.inner, kPanel));
+    if (p.heads > 0) {
+      work.buffers.ssd = floats(rows * ssd_columns(p));
+      work.buffers.own_h = reinterpret_cast<char*>(
+          floats(threads_ * kOwnRows * fed_row_bytes(p.inner, element) / 4));
+    } else if (p.states > 0) {
       work.buffers.selection = floats(rows * up_to(p.rank + 2 * p.states, kPanel));
       const std::int64_t selected = selected_row_bytes(p, element) / 4;
       work.buffers.selected = reinterpret_cast<char*>(floats(rows * selected));
@@ -136,7 +140,18 @@ class Call {
   void use_state(const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
                  const MaybeTensor& f_conv) {
     const Plan& p = plan();
-    if (p.states > 0) {
+    if (p.heads > 0) {
+      work.half_cell = cell.scalar_type() == ScalarType::BFloat16;
+      check_.tensor(cell, "cell", work.half_cell ? ScalarType::BFloat16 : ScalarType::Float,
+                    {p.layers, -1, p.heads, p.head_dim, p.states},
+                    "[layers, slots, heads, head_dim, states]");
+      check_.require((p.states == 1 || cell.stride(4) == 1) &&
+                         (p.head_dim == 1 || cell.stride(3) == p.states) &&
+                         (p.heads == 1 || cell.stride(2) == p.head_dim * p.states),
+                     "cell is changed in place, so its rows [heads, head_dim, states] must be "
+                     "contiguous");
+      work.ssd = MS_BY_ISA(ssd_kernel)(Dtype::f32);
+    } else if (p.states > 0) {
       work.half_cell = cell.scalar_type() == ScalarType::BFloat16;
       check_.tensor(cell, "cell", work.half_cell ? ScalarType::BFloat16 : ScalarType::Float,
                     {p.layers, -1, p.inner, p.states}, "[layers, slots, inner, states]");
@@ -153,7 +168,8 @@ class Call {
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
     if (p.states > 0) {
-      work.gate_convs[0] = windows(conv, "conv", p.gate_taps, p.inner, cell.size(1));
+      work.gate_convs[0] =
+          windows(conv, "conv", p.gate_taps, model_.layers[0].gate_convs[0].channels, cell.size(1));
       check_.require(!i_conv && !f_conv, "i_conv and f_conv must not be given for such a model");
       return;
     }

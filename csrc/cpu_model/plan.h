@@ -14,6 +14,7 @@
 #include "../cells/kind.h"
 #include "../core/types.h"
 #include "../selective/args.h"
+#include "../ssd/args.h"
 #include "thread_team.h"
 
 namespace minserve {
@@ -55,6 +56,7 @@ struct Matrix {
 struct Convolution {
   const float* taps = nullptr;  // [taps, padded channels]; null: there is none
   const float* bias = nullptr;
+  std::int64_t channels = 0;
 };
 
 // The cells that layers may have. One that reads fewer pre-activations than it has (HGRN) has an
@@ -73,9 +75,13 @@ struct LayerPlan {
   const float* output_norm = nullptr;    // [inner]; null: the cell has no output gate
   // Of Mamba's layers, whose `gates` give x | z and whose gate_convs[0] is that of x:
   Matrix select, dt;         // inner -> dt | B | C, and dt -> inner
-  const float* A = nullptr;  // [inner, states]
-  const float* D = nullptr;  // [inner]
-  Matrix out;                // no data: identity
+  const float* A = nullptr;  // [inner, states]; of Mamba-2 [heads]
+  const float* D = nullptr;  // [inner]; of Mamba-2 [heads]
+  // Of Mamba-2's layers, whose `gates` give z | x B C | dt, each in whole panels, and whose
+  // gate_convs[0] is that of x B C:
+  const float* dt_bias = nullptr;     // [heads]
+  const float* gated_norm = nullptr;  // [inner]
+  Matrix out;                         // no data: identity
   const float* mlp_norm = nullptr;
   Matrix up, down;  // no data: no MLP
 };
@@ -89,6 +95,10 @@ struct Plan {
   std::int64_t states = 0;  // of a channel of Mamba's layers; 0: layers have a cell
   std::int64_t rank = 0;    // of their dt
   float selection_eps = 0;  // of the norms of their dt, B and C; 0: there are none
+  // Of Mamba-2's layers; 0: there are none.
+  std::int64_t heads = 0, head_dim = 0;
+  std::int64_t groups = 0;          // which divide the heads
+  float least_dt = 0, most_dt = 0;  // behind softplus
   bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
   float eps = 0;
@@ -110,16 +120,27 @@ MS_HD std::int64_t selected_row_bytes(const Plan& plan, std::int64_t element) {
   return fed_row_bytes(plan.rank, element) + up_to(2 * plan.states, kPanel) * 4;
 }
 
+// Columns of x | B | C of Mamba-2, and of x | B | C | dt, the former in whole panels.
+MS_HD std::int64_t ssd_convolved(const Plan& plan) {
+  return plan.inner + 2 * plan.groups * plan.states;
+}
+MS_HD std::int64_t ssd_columns(const Plan& plan) {
+  return up_to(ssd_convolved(plan), kPanel) + up_to(plan.heads, kPanel);
+}
+
 // Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
-  float* x = nullptr;   // [rows, width]: the residual stream
-  char* fed = nullptr;  // [rows, width]: what a matrix of `width` inputs reads
-  char* h = nullptr;    // [rows, inner]
-  char* mlp = nullptr;  // [rows, hidden]
-  char* own = nullptr;  // per thread [kOwnRows, width]
+  float* x = nullptr;     // [rows, width]: the residual stream
+  char* fed = nullptr;    // [rows, width]: what a matrix of `width` inputs reads
+  char* h = nullptr;      // [rows, inner]
+  char* mlp = nullptr;    // [rows, hidden]
+  char* own = nullptr;    // per thread [kOwnRows, width]
+  float* gate = nullptr;  // [rows, inner], of Mamba and Mamba-2: silu(z)
+  // Of Mamba-2's layers; y takes the place of x.
+  float* ssd = nullptr;   // [rows, x | B | C | dt]: what the recurrence reads
+  char* own_h = nullptr;  // per thread kOwnRows of `h`
   // Of Mamba's layers, whose u and y are in `h`:
-  float* gate = nullptr;       // [rows, inner]: silu(z)
   float* selection = nullptr;  // [rows, rank + 2 states]: the product dt | B | C
   // Rows of dt, as a matrix reads it, and B | C, as floats, selected_row_bytes() apart; and per
   // thread kOwnRows of them.
@@ -153,12 +174,13 @@ struct Work {
   bool long_tokens = false;
   // Of the sequences that rows are of, each one's in a step; their states move on.
   Layout layout;
-  // [layers, slots, inner]; of Mamba [layers, slots, inner, states], fp32 or bfloat16.
+  // [layers, slots, inner]; of Mamba and Mamba-2 [layers, slots, inner, states], fp32 or bfloat16.
   void* cell = nullptr;
   bool half_cell = false;
   std::int64_t cell_layer = 0, cell_slot = 0;
   Windows conv;                      // of width
-  Windows gate_convs[kGatedInputs];  // of inner
+  Windows gate_convs[kGatedInputs];  // of inner; of Mamba-2 x | B | C
+  SsdFn ssd = nullptr;               // Mamba-2's recurrence, of fp32 streams
   float* normed = nullptr;           // [rows, width]: the final norm's output, when wanted
   const float* hidden = nullptr;     // [rows, width]: when given, only the head is applied to it
   float* logits = nullptr;           // [rows, vocab], when wanted

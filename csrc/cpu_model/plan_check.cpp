@@ -8,8 +8,9 @@ namespace minserve {
 
 namespace {
 
-constexpr std::int64_t kVersion = 4;
-constexpr std::int64_t kMost = std::int64_t{1} << 32;  // of any width: products of two fit
+constexpr std::int64_t kVersion = 5;
+constexpr std::int64_t kMost = std::int64_t{1} << 32;       // of any width: products of two fit
+constexpr std::int64_t kMostHeads = std::int64_t{1} << 20;  // and of a head's channels
 
 class Reader {
  public:
@@ -66,6 +67,7 @@ class Reader {
     Convolution conv;
     conv.taps = vector(taps * up_to(channels, kPanel));
     conv.bias = vector(channels);
+    conv.channels = channels;
     check_.require((taps > 0) == (conv.taps != nullptr) && (taps > 0 || !conv.bias),
                    "plan must have all of a convolution or nothing");
     return conv;
@@ -99,6 +101,23 @@ bool has_output_gate(CellKind cell) {
   return traits_of(cell).preactivations > traits_of(cell).inputs;
 }
 
+// A layer of Mamba-2.
+LayerPlan read_ssd_layer(Reader& from, const Plan& plan) {
+  LayerPlan layer;
+  layer.cell_norm = from.needed(plan.width);
+  layer.gates =
+      from.matrix(plan.half, plan.width, up_to(plan.inner, kPanel) + ssd_columns(plan), 1);
+  layer.gates.in_order = true;
+  layer.gate_convs[0] = from.convolution(plan.gate_taps, ssd_convolved(plan));
+  layer.A = from.needed(plan.heads);
+  layer.D = from.needed(plan.heads);
+  layer.dt_bias = from.needed(plan.heads);
+  layer.gated_norm = from.needed(plan.inner);
+  layer.out = from.matrix(plan.half, plan.inner, plan.width, 1);
+  from.check().require(layer.gates.data && layer.out.data, "plan leaves out a matrix");
+  return layer;
+}
+
 // A layer of Mamba.
 LayerPlan read_selective_layer(Reader& from, const Plan& plan) {
   const std::int64_t width = plan.width, inner = plan.inner;
@@ -119,6 +138,7 @@ LayerPlan read_selective_layer(Reader& from, const Plan& plan) {
 }
 
 LayerPlan read_layer(Reader& from, const Plan& plan) {
+  if (plan.heads > 0) return read_ssd_layer(from, plan);
   if (plan.states > 0) return read_selective_layer(from, plan);
   const Check& check = from.check();
   const std::int64_t width = plan.width, inner = plan.inner;
@@ -150,6 +170,18 @@ LayerPlan read_layer(Reader& from, const Plan& plan) {
   return layer;
 }
 
+// What the recurrence of Mamba-2 is, beside its states and heads.
+void read_heads(Reader& from, Plan& p) {
+  const Check& check = from.check();
+  check.require(p.states <= kMostSsdStates, "plan has ", p.states, " states; allowed: 1 to ",
+                kMostSsdStates);
+  p.head_dim = from.number(1, kMostHeads);
+  p.groups = from.number(1, p.heads);
+  check.require(p.heads % p.groups == 0, "plan has ", p.groups, " groups of ", p.heads, " heads");
+  p.least_dt = static_cast<float>(from.real());
+  p.most_dt = static_cast<float>(from.real());
+}
+
 }  // namespace
 
 PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& plan) {
@@ -165,8 +197,11 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   Plan& p = model.plan;
   from.number(kVersion, kVersion);
   p.states = from.number(0, kMostStates);
-  const bool selective = p.states > 0;
-  if (selective) {
+  const bool selective = p.states > 0;  // Mamba or Mamba-2
+  if (selective) p.heads = from.number(0, kMostHeads);
+  if (p.heads > 0) {
+    read_heads(from, p);
+  } else if (selective) {
     p.rank = from.number(1, kMost);
     p.selection_eps = static_cast<float>(from.real());
   } else {
@@ -179,6 +214,8 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   p.layers = from.number(1, 4096);
   p.width = from.number(1, kMost);
   p.inner = from.number(1, kMost);
+  check.require(p.heads == 0 || p.inner == p.heads * p.head_dim, "plan has ", p.inner,
+                " channels of ", p.heads, " heads of ", p.head_dim);
   p.hidden = from.number(0, selective ? 0 : kMost);
   p.vocab = from.number(1, kMost);
   p.taps = from.number(0, selective ? 0 : 256);

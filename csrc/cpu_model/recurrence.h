@@ -58,7 +58,7 @@ struct Window {
 MS_CELL VF convolve_next(const Plan& plan, const Convolution& conv, const Windows& carried, VF in,
                          Window& window, bool first, bool last, std::int64_t l, std::int64_t slot,
                          std::int64_t c, std::int64_t left) {
-  const std::int64_t kept = plan.gate_taps - 1, columns = up_to(plan.inner, kPanel);
+  const std::int64_t kept = plan.gate_taps - 1, columns = up_to(conv.channels, kPanel);
   VF* const inputs = window.inputs;
   float* const state = carried.at(l, slot) + c;
   if (first) {
@@ -211,7 +211,7 @@ template <class F>
 void convolve(const Plan& plan, const Convolution& conv, const Sequence& at, const float* x,
               float* state, std::int64_t tap_stride, std::int64_t begin, std::int64_t end,
               const F& put) {
-  const std::int64_t columns = up_to(plan.width, kPanel), kept = plan.taps - 1;
+  const std::int64_t columns = up_to(conv.channels, kPanel), kept = plan.taps - 1;
   const auto input = [&](std::int64_t row, std::int64_t c, auto lanes) {
     // Before the sequence: the carried ones, of which the newest is the last.
     return row >= at.begin ? load<VF>(x + row * plan.width + c, lanes)

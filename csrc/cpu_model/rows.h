@@ -32,12 +32,13 @@ MS_CELL float inverse_rms(float squares, std::int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps);
 }
 
-// What RMSNorm multiplies x with. Four partial sums, combined in one order.
-MS_CELL float inverse_rms_of(const float* x, std::int64_t width, float eps) {
+// The same for `width` values at(channel, lanes). Four partial sums, combined in one order.
+template <class F>
+MS_CELL float inverse_rms_by(std::int64_t width, float eps, const F& at) {
   VF sums[4] = {};
   int which = 0;
   each_vector(0, width, [&](std::int64_t c, auto lanes) {
-    const VF v = load<VF>(x + c, lanes);
+    const VF v = at(c, lanes);
     sums[which & 3] = fmadd(v, v, sums[which & 3]);
     ++which;
   });
@@ -45,6 +46,10 @@ MS_CELL float inverse_rms_of(const float* x, std::int64_t width, float eps) {
   float sum = 0;
   for (int i = 0; i < kWidth; ++i) sum += total[i];
   return inverse_rms(sum, width, eps);
+}
+MS_CELL float inverse_rms_of(const float* x, std::int64_t width, float eps) {
+  return inverse_rms_by(width, eps,
+                        [&](std::int64_t c, auto lanes) { return load<VF>(x + c, lanes); });
 }
 
 // x <- RMSNorm(x) * weight, given to put(channel, vector).
@@ -54,6 +59,19 @@ MS_CELL void norm_row(const float* x, const float* weight, std::int64_t width, f
   const float inverse = inverse_rms_of(x, width, eps);
   each_vector(0, width, [&](std::int64_t c, auto lanes) {
     put(c, load<VF>(x + c, lanes) * inverse * load<VF>(weight + c, lanes), lanes);
+  });
+}
+
+// RMSNorm(y * gate) * weight, given to put(channel, vector).
+template <class F>
+MS_CELL void gated_norm_row(const float* y, const float* gate, const float* weight,
+                            std::int64_t width, float eps, const F& put) {
+  const auto gated = [&](std::int64_t c, auto lanes) {
+    return load<VF>(y + c, lanes) * load<VF>(gate + c, lanes);
+  };
+  const float inverse = inverse_rms_by(width, eps, gated);
+  each_vector(0, width, [&](std::int64_t c, auto lanes) {
+    put(c, gated(c, lanes) * inverse * load<VF>(weight + c, lanes));
   });
 }
 

@@ -1,9 +1,9 @@
 """lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
 
 `weights` and `plan` come from engine/models/backends/cpu.py, which describes them. The models'
-equations are those of the lm.py of engine/models/minrnn, hgrn and mamba. All threads go through a
-call's phases together and meet at barriers. Matrices are read once per call and block of rows.
-Factors of bfloat16 weights are rounded to bfloat16 first; everything else is fp32.
+equations are those of the lm.py of engine/models/minrnn, hgrn, mamba and mamba2. All threads go
+through a call's phases together and meet at barriers. Matrices are read once per call and block of
+rows. Factors of bfloat16 weights are rounded to bfloat16 first; everything else is fp32.
 """
 
 import torch
@@ -30,9 +30,10 @@ def lm_step(
         weights: uint8 [bytes], aligned to 64 bytes.
         plan: int64 [numbers].
         cell: float32 [layers, slots, inner], of Mamba float32 or bfloat16 [layers, slots, inner,
-            states]; **changed in place**.
+            states], of Mamba-2 [layers, slots, heads, head_dim, states]; **changed in place**.
         conv: float32 [layers, slots, taps - 1, d_model], of Mamba [layers, slots, taps - 1, inner],
-            **changed in place**; None without convolutions before the layers' first norms.
+            of Mamba-2 as many channels as x, B and C have; **changed in place**; None without
+            convolutions before the layers' first norms.
         i_conv, f_conv: float32 [layers, slots, taps - 1, inner], **changed in place**; None without
             convolutions of HGRN's input and forget gates.
 

@@ -45,7 +45,8 @@ def of_another_cell() -> LM:
 def test_no_kernel_takes_a_cell_for_another() -> None:
     model = of_another_cell()
     assert cpu.supports(LM(CONFIG)) is None
-    assert cpu.supports(model) == REFUSAL.replace(" and minlstm", ", minlstm, hgrn and mamba")
+    of_cpu = REFUSAL.replace(" and minlstm", ", minlstm, hgrn, mamba and mamba2")
+    assert cpu.supports(model) == of_cpu
     with pytest.raises(ValueError, match="other"):
         CpuBackend(model)
     assert isinstance(select_backend(model, CPU), EagerBackend)

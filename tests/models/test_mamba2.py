@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.models import registry
 from engine.models.backends import cluster_decode, cpu, fused_gemm
 from engine.models.backends.blocks import refusal
+from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.eager import EagerBackend
 from engine.models.backends.selector import explain_backend, select_backend
 from engine.models.convert import convert
@@ -252,10 +254,50 @@ def test_the_program_has_the_stages_of_a_layer(case: Case, changes: dict[str, An
         assert (conv.first, conv.state, stage.state) == (inner, "conv", "ssm")
 
 
-def test_fused_kernels_refuse_it_by_name_and_it_is_served(case: Case) -> None:
-    reason = "cell 'mamba2', but its kernels have only mingru, minlstm, hgrn and mamba"
+@variants
+def test_a_cpu_has_kernels_for_it(case: Case, changes: dict[str, Any]) -> None:
+    """The logits and continuations of the equations, from packed weights."""
+    device, text = torch.device("cpu"), random_tokens(140)
+    assert explain_backend(case.model, device).name == "cpu"
+    backend = select_backend(case.model, device, deterministic=True)
+    assert isinstance(backend, CpuBackend)
+    state, slot = backend.new_state(2), int32([1])
+    hidden = backend.prefill(text[:130], int32([0, 130]), state, slot)
+    got = [backend.logits(hidden), *(backend.step(one, state, slot) for one in text[130:].split(1))]
+    assert deviations(torch.cat(got), case.logits(text)) < DEVIATIONS
+
+
+@variants
+def test_greedy_continuations_on_a_cpu_are_equal(case: Case, changes: dict[str, Any]) -> None:
+    """In fp32 those of the equations, with int8 matrices those of plain torch."""
+    plain = quantize_model(case.model, "int8")
+    exact, coarse = CpuBackend(case.model), CpuBackend(plain)
+    _follow(exact, lambda text: case.logits(text)[-1], 2 * DEVIATIONS)
+    _follow(coarse, lambda text: prefill(plain, text, plain.new_state(1))[-1], 1e-4)
+
+
+def _follow(
+    backend: CpuBackend, expected_after: Callable[[Tensor], Tensor], tolerance: float
+) -> None:
+    """Compare the best token at every position where it is best by more than `tolerance`."""
+    text, state, slot, told = random_tokens(20), backend.new_state(1), int32([0]), 0
+    row = backend.logits(backend.prefill(text, int32([0, 20]), state, slot))[-1]
+    for _ in range(30):
+        expected = expected_after(text)
+        best, second = expected.topk(2).values
+        if best - second > tolerance * expected.std():
+            assert int(row.argmax()) == int(expected.argmax())
+            told += 1
+        token = expected.argmax().int().view(1)
+        text = torch.cat([text, token])
+        row = backend.step(token, state, slot)[0]
+    assert told > 25
+
+
+def test_other_kernels_refuse_it_by_name_and_it_is_served(tmp_path: Path) -> None:
+    case, device = Case(tmp_path / "model", {"conv_kernel": 9}), torch.device("cpu")
+    reason = "convolutions of more than 8 taps"
     assert cpu.supports(case.model) == reason
-    device = torch.device("cpu")
     info = explain_backend(case.model, device)
     assert info.name == "eager" and ("cpu", False, reason) in [
         (path.name, path.used, path.reason) for path in info.paths

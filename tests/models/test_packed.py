@@ -20,6 +20,8 @@ from engine.models.hgrn.lm import HgrnLM
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.config import MambaConfig
 from engine.models.mamba.lm import MambaLM
+from engine.models.mamba2.config import Mamba2Config
+from engine.models.mamba2.lm import Mamba2LM
 from engine.models.minrnn.lm import LM
 from engine.models.state import ModelState
 from tests.models import reference
@@ -95,6 +97,9 @@ def wide(options: dict[str, object]) -> LanguageModel:
     elif options.get("family") == "mamba":
         widths = {"d_model": 301, "inner": 511, "dt_rank": 19}
         model = mamba({"vocab_size": 211, **widths, **options})
+    elif options.get("family") == "mamba2":
+        widths = {"d_model": 301, "heads": 6, "head_dim": 85}
+        model = mamba2({"vocab_size": 211, **widths, **options})
     else:
         shape = {"d_model": 301, "vocab_size": 211, "expansion": 1.7, "mlp_ratio": 2.3}
         model = LM(config_of({**shape, **options})).eval()
@@ -124,6 +129,19 @@ def mamba(options: dict[str, object]) -> MambaLM:
     values = {**shape, "state_size": 16, **options}
     del values["family"]
     model = MambaLM(MambaConfig(**values)).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias", "A_log", "D")):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def mamba2(options: dict[str, object]) -> Mamba2LM:
+    """A random model of the family mamba2 whose every parameter matters."""
+    shape = {"vocab_size": 29, "d_model": 20, "n_layers": 3, "heads": 4, "head_dim": 7}
+    values = {**shape, "state_size": 16, **options}
+    del values["family"]
+    model = Mamba2LM(Mamba2Config(**values)).eval()  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias", "A_log", "D")):
@@ -241,6 +259,67 @@ def test_mamba_as_in_plain_torch(options: dict[str, object], kind: str) -> None:
         assert relative_error(other[name][:, [0, 2]], tensor[:, [3, 1]]) < FP32
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "mamba2"},
+        {"family": "mamba2", "groups": 2, "tie_embeddings": True},
+        {"family": "mamba2", "groups": 4, "state_size": 5, "head_dim": 3, "least_dt": 0.02},
+        {"family": "mamba2", "bias": True, "conv_bias": False, "conv_kernel": 2, "most_dt": 0.05},
+        {"family": "mamba2", "conv_kernel": 8, "state_size": 130, "heads": 2, "head_dim": 80},
+        {"family": "mamba2", "state_size": 1, "heads": 7, "head_dim": 1, "n_layers": 1},
+        {"family": "mamba2", "heads": 33, "head_dim": 4, "groups": 3},
+        {"family": "mamba2", "residual_in_fp32": False, "norm_eps": 1e-2},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8-bfloat16"])
+def test_mamba2_as_in_plain_torch(options: dict[str, object], kind: str) -> None:
+    torch.manual_seed(0)
+    model = mamba2(options)
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    given: LanguageModel = model
+    weights = dict(model.state_dict())
+    if kind.startswith("int8"):
+        given, weights = quantized(model)
+    tokens = random_tokens(29, 2, 39)  # blocks of 16 and of 7
+    expected = plain_logits(model, weights, tokens)
+    packed = CpuBackend(given)
+    state, other = packed.new_state(4), packed.new_state(4)
+    by_step = stepped(packed, tokens, state, int32([3, 1]))
+    by_prompt = torch.stack([prefilled(packed, row, other, 2 * i) for i, row in enumerate(tokens)])
+    # A step adds up in another order than a block, and with bfloat16 weights activations are
+    # rounded behind it.
+    tolerance = BF16 if kind.endswith("bfloat16") else FP32
+    assert relative_error(by_step, expected) < tolerance
+    assert relative_error(by_prompt, expected) < tolerance
+    for name, tensor in state.named.items():
+        assert relative_error(other[name][:, [0, 2]], tensor[:, [3, 1]]) < tolerance
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 3, "state_size": 5, "bias": True}])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-bfloat16"])
+def test_splits_of_mamba2_s_prompts_at_blocks_change_no_bit(
+    options: dict[str, object], kind: str, threads: Callable[[int], None]
+) -> None:
+    model = wide({"family": "mamba2", **options})
+    if kind.endswith("bfloat16"):
+        model = model.bfloat16()
+    if kind.startswith("int8"):
+        model, _ = quantized(model)
+    packed, tokens = CpuBackend(model), random_tokens(211, 2 * SCAN_CHUNK + 40)
+    state = packed.new_state(1)
+    threads(1)
+    expected = prefilled(packed, tokens, state, 0)
+    for count, cuts in ((1, [SCAN_CHUNK]), (2, []), (2, [16, 48]), (3, [SCAN_CHUNK, 256])):
+        threads(count)
+        other = packed.new_state(1)
+        parts = [prefilled(packed, part, other, 0) for part in tokens.tensor_split(cuts)]
+        assert torch.equal(torch.cat(parts), expected)
+        assert same_rows(other, [0], state, [0])
+
+
 @pytest.mark.parametrize("options", [{}, {"selection_norm_eps": 1e-6, "state_size": 5}])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8-bfloat16"])
 def test_no_split_of_mamba_s_prompts_changes_a_bit(options: dict[str, object], kind: str) -> None:
@@ -262,10 +341,17 @@ def test_no_split_of_mamba_s_prompts_changes_a_bit(options: dict[str, object], k
     assert torch.equal(stepped(packed, few, steps, int32([0]))[0], expected[:40])
 
 
-@pytest.mark.parametrize("states", [16, 5])
-def test_mamba_s_states_in_bfloat16_are_rounded_at_the_end(states: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "mamba", "inner": 510},
+        {"family": "mamba", "inner": 510, "state_size": 5},
+        {"family": "mamba2"},
+        {"family": "mamba2", "state_size": 5, "groups": 2},
+    ],
+)
+def test_states_in_bfloat16_are_rounded_at_the_end(options: dict[str, object]) -> None:
     """A call computes what it does from the same states in fp32."""
-    options: dict[str, object] = {"family": "mamba", "state_size": states, "inner": 510}
     exact = CpuBackend(wide(options))
     packed = CpuBackend(wide({**options, "state_dtype": "bfloat16"}))
     tokens = random_tokens(211, 60)
@@ -309,6 +395,11 @@ def test_the_gated_norm_of_states_near_zero(eps: float) -> None:
         {"family": "mamba"},
         pytest.param(
             {"family": "mamba", "selection_norm_eps": 1e-6, "state_size": 5, "bias": True},
+            marks=pytest.mark.slow,
+        ),
+        {"family": "mamba2"},
+        pytest.param(
+            {"family": "mamba2", "groups": 3, "state_size": 5, "bias": True},
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -380,6 +471,7 @@ def test_subnormal_numbers_have_the_same_bits_in_every_company(kind: str) -> Non
         {"cell": "minlstm"},
         {"family": "hgrn"},
         {"family": "mamba", "selection_norm_eps": 1e-6},
+        {"family": "mamba2", "groups": 2},
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -409,6 +501,7 @@ def test_a_prompt_has_the_same_bits_in_every_company(
             for conv in (0, 3)
         ),
         {"family": "mamba"},
+        {"family": "mamba2", "groups": 2},
     ],
 )
 def test_padding_of_prompts_changes_nothing(
@@ -438,6 +531,7 @@ def test_padding_of_prompts_changes_nothing(
         *(partial(build, {"cell": "mingru", "conv_kernel": conv}) for conv in (0, 3)),
         *(partial(hgrn, {"family": "hgrn", "conv_kernel": conv}) for conv in (0, 3)),
         partial(mamba, {"family": "mamba", "bias": True}),
+        partial(mamba2, {"family": "mamba2", "bias": True}),
     ],
 )
 def test_a_padding_row_changes_nothing(model: Callable[[], LanguageModel]) -> None:
@@ -493,7 +587,8 @@ def test_packing_moves_the_weights_when_asked() -> None:
     tokens = random_tokens(29, 2)
     a = kept.step(tokens, kept.new_state(2), int32([0, 1]))
     assert torch.equal(a, taken.step(tokens, taken.new_state(2), int32([0, 1])))
-    for given in (model, hgrn({"family": "hgrn"}), mamba({"family": "mamba"})):
+    state_space = mamba({"family": "mamba"}), mamba2({"family": "mamba2"})
+    for given in (model, hgrn({"family": "hgrn"}), *state_space):
         CpuBackend(given, take=True)
         assert sum(weight.numel() for weight in given.parameters()) == 0
 
@@ -537,6 +632,17 @@ def test_models_that_cannot_be_packed() -> None:
     unlike = mamba({"family": "mamba"})
     unlike.layers[1].norm.eps = 1e-3
     assert supports(unlike) == "norms of different epsilons"
+    assert supports(mamba2({"family": "mamba2", "conv_kernel": 8, "state_size": 1024})) is None
+    long_of_mamba2 = mamba2({"family": "mamba2", "conv_kernel": 9})
+    assert supports(long_of_mamba2) == "convolutions of more than 8 taps"
+    many = mamba2({"family": "mamba2", "state_size": 1025})
+    assert supports(many) == "more than 1,024 states"
+    unlike_of_mamba2 = mamba2({"family": "mamba2"})
+    unlike_of_mamba2.layers[1].dt_limit = (0.0, 0.1)
+    assert supports(unlike_of_mamba2) == "layers differ in the recurrence"
+    unlike_of_mamba2 = mamba2({"family": "mamba2"})
+    unlike_of_mamba2.layers[1].gated_norm.eps = 1e-3
+    assert supports(unlike_of_mamba2) == "norms of different epsilons"
     with pytest.raises(ValueError, match="float32, bfloat16 or int8"):
         CpuBackend(build({"cell": "mingru"}).half())
     model, _ = quantized(build({"cell": "mingru"}))
@@ -590,16 +696,50 @@ def test_state_of_another_mamba_model_raises() -> None:
         torch.ops.minserve.lm_step(token, slot, *given)
 
 
+def test_state_of_another_mamba2_model_raises() -> None:
+    packed = CpuBackend(mamba2({"family": "mamba2"}))
+    token, slot = torch.tensor([1]), int32([0])
+    state = packed.new_state(1)
+    ssm, conv = state["ssm"], state["conv"]
+    for given in (ssm[..., :5], ssm.flatten(2, 3)):
+        with pytest.raises(
+            RuntimeError, match=r"cell must be \[layers, slots, heads, head_dim, states\]"
+        ):
+            packed.step(token, ModelState({"ssm": given, "conv": conv}), slot)
+    for apart in (ssm.mT.contiguous().mT, ssm.transpose(2, 3).contiguous().transpose(2, 3)):
+        with pytest.raises(RuntimeError, match=r"rows \[heads, head_dim, states\] must be"):
+            packed.step(token, ModelState({"ssm": apart, "conv": conv}), slot)
+    with pytest.raises(RuntimeError, match=r"conv must be \[layers, slots, taps - 1, channels\]"):
+        packed.step(token, ModelState({"ssm": ssm, "conv": conv[..., :28]}), slot)
+
+
 @pytest.mark.parametrize(
-    ("model", "epsilons"),
+    ("position", "value", "message"),
+    [
+        (1, 1025, "1025 states; allowed: 1 to 1024"),
+        (2, 3, "28 channels of 3 heads of 7"),
+        (4, 3, "3 groups of 4 heads"),
+        (11, 29, "29 channels of 4 heads of 7"),
+    ],
+)
+def test_a_plan_of_mamba2_must_fit_together(position: int, value: int, message: str) -> None:
+    packed = CpuBackend(mamba2({"family": "mamba2"}))
+    packed._plan[position] = value
+    with pytest.raises(RuntimeError, match=message):
+        packed.step(torch.tensor([1]), packed.new_state(1), int32([0]))
+
+
+@pytest.mark.parametrize(
+    ("model", "any_numbers"),
     [
         (partial(build, {"cell": "mingru"}), (6,)),
         (partial(hgrn, {"family": "hgrn", "conv_kernel": 3}), (6,)),
-        (partial(mamba, {"family": "mamba"}), (3, 5)),
+        (partial(mamba, {"family": "mamba"}), (4, 6)),
+        (partial(mamba2, {"family": "mamba2"}), (5, 6, 8)),
     ],
 )
 def test_a_plan_that_leads_out_of_the_weights_raises(
-    model: Callable[[], LanguageModel], epsilons: tuple[int, ...]
+    model: Callable[[], LanguageModel], any_numbers: tuple[int, ...]
 ) -> None:
     packed = CpuBackend(model())
     weights, plan = packed._weights, packed._plan
@@ -609,7 +749,7 @@ def test_a_plan_that_leads_out_of_the_weights_raises(
     for position in range(plan.numel()):
         changed = plan.clone()
         changed[position] = 2**40
-        if position in epsilons:  # which may be any number
+        if position in any_numbers:  # epsilons and limits of time steps
             continue
         with pytest.raises(RuntimeError, match="plan"):
             call(*arguments, weights, changed, *state)

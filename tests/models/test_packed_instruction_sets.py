@@ -35,6 +35,9 @@ for options, kind in (
     ({"family": "mamba"}, "bfloat16"),
     ({"family": "mamba", "selection_norm_eps": 1e-6}, "int8-bfloat16"),
     ({"family": "mamba", "state_size": 5}, "float32"),
+    ({"family": "mamba2"}, "bfloat16"),
+    ({"family": "mamba2", "groups": 3}, "int8-bfloat16"),
+    ({"family": "mamba2", "state_size": 5}, "float32"),
 ):
     model = plain = wide(options)
     if kind.endswith("bfloat16"):
@@ -48,7 +51,7 @@ for options, kind in (
     for row in (0, 3, 39):
         alone = stepped(packed, tokens[row : row + 1], packed.new_state(1), int32([0]))
         assert torch.equal(alone[0], together[row]), (kind, row)
-        if model.config.cell in ("hgrn", "mamba"):
+        if model.config.cell in ("hgrn", "mamba", "mamba2"):
             expected = plain_logits(plain, weights, tokens[row : row + 1])[0]
         else:
             expected = reference.logits(model.config, weights, tokens[row])

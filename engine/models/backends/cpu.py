@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -25,10 +25,13 @@ from engine.models.backends.blocks import (
     Block,
     BlockModel,
     SelectiveBlock,
+    SsdBlock,
     Support,
     compile_blocks,
     compile_selective,
+    compile_ssd,
     is_selective,
+    is_ssd,
     refusal,
 )
 from engine.models.language_model import LanguageModel
@@ -38,16 +41,17 @@ from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 SUPPORT = Support(  # csrc/cpu_model
-    cells=("mingru", "minlstm", "hgrn", "mamba"),
+    cells=("mingru", "minlstm", "hgrn", "mamba", "mamba2"),
     activations=("gelu", "swiglu"),
     no_out=True,
     short_convs=True,
 )
 _MOST_GATE_TAPS = 8  # of a convolution between gates, or Mamba's x, and recurrence
+_MOST_SSD_STATES = 1024  # kMostSsdStates in csrc/ssd/args.h
 
 BACKEND = "cpu"
 INFO = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
-_VERSION = 4
+_VERSION = 5
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
 _LINE = 64  # bytes of a cache line, to which every tensor is aligned
@@ -77,10 +81,12 @@ def _other_gates(model: LanguageModel) -> str | None:
     """Return what lies between gates and out projection that the operators do not compute."""
     program = model.program()
     if is_selective(program):
-        taps = compile_selective(program)[0].conv.weight.shape[1]
-        return (
-            f"convolutions of more than {_MOST_GATE_TAPS} taps" if taps > _MOST_GATE_TAPS else None
-        )
+        return _long_taps(compile_selective(program)[0].conv)
+    if is_ssd(program):
+        block = compile_ssd(program)[0]
+        if block.states > _MOST_SSD_STATES:
+            return f"more than {_MOST_SSD_STATES:,} states"
+        return _long_taps(block.conv)
     blocks = compile_blocks(model)
     convs, inner, taps = blocks.blocks[0].short_convs, blocks.inner, blocks.short_taps
     if not convs:
@@ -91,6 +97,11 @@ def _other_gates(model: LanguageModel) -> str | None:
     if taps > _MOST_GATE_TAPS:
         return f"convolutions between gates and recurrence of more than {_MOST_GATE_TAPS} taps"
     return None
+
+
+def _long_taps(conv: Conv) -> str | None:
+    too_many = conv.weight.shape[1] > _MOST_GATE_TAPS
+    return f"convolutions of more than {_MOST_GATE_TAPS} taps" if too_many else None
 
 
 def _panels(weight: Tensor, gates: int) -> Tensor:
@@ -126,12 +137,20 @@ def pack_matrix(weight: Tensor, gates: int = 1) -> Tensor:
     return torch.cat([packed, steps[whole:].permute(order).flatten()])
 
 
-def _packed_numel(weight: Tensor, gates: int = 1) -> int:
+def _in_whole_panels(tensor: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return a matrix or vector whose parts, of so many outputs, each end with a whole panel."""
+    if all(part % _PANEL == 0 for part in parts):
+        return tensor
+    return torch.cat([_panels(part, 1).flatten(0, 1) for part in tensor.split(list(parts))])
+
+
+def _packed_numel(weight: Tensor, gates: int = 1, parts: Sequence[int] = ()) -> int:
     """Return the number of elements that `pack_matrix` or `pack_vector` returns, padding included.
 
     Packing on the meta device would tell it too, but that makes PyTorch import its compiler.
     """
-    outputs = gates * -(-weight.shape[0] // gates // _PANEL) * _PANEL
+    each = parts or [weight.shape[0] // gates]
+    outputs = gates * sum(-(-part // _PANEL) * _PANEL for part in each)
     if weight.dim() == 1:
         return outputs
     per_step = 1 if weight.dtype == torch.float32 else 2
@@ -200,19 +219,29 @@ class _Writer:
                 if tensor is not None:
                     tensor.data = tensor.new_empty(0)
 
-    def vector(self, vector: Tensor | None, gates: int = 1) -> None:
-        """Write a vector as fp32, or that there is none."""
-        self.numbers(-1 if vector is None else self._place_vector(vector, gates))
+    def vector(self, vector: Tensor | None, gates: int = 1, parts: Sequence[int] = ()) -> None:
+        """Write a vector as fp32, or that there is none; `parts` as for `matrix`."""
+        self.numbers(-1 if vector is None else self._place_vector(vector, gates, parts))
         self._done(vector)
 
-    def _place_vector(self, vector: Tensor, gates: int = 1) -> int:
-        size = 4 * _packed_numel(vector, gates)
-        return self.block.place(size, lambda: pack_vector(vector, gates))
+    def _place_vector(self, vector: Tensor, gates: int, parts: Sequence[int]) -> int:
+        size = 4 * _packed_numel(vector, gates, parts)
+        return self.block.place(
+            size, lambda: pack_vector(_in_whole_panels(vector.detach(), parts), gates)
+        )
 
     def matrix(
-        self, module: nn.Module | None, half: bool, gates: int = 1, bias: Tensor | None = None
+        self,
+        module: nn.Module | None,
+        half: bool,
+        gates: int = 1,
+        bias: Tensor | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
-        """Write type, weights, scale and bias of a linear map, or that there is none."""
+        """Write type, weights, scale and bias of a linear map, or that there is none.
+
+        `parts`: outputs of parts that are to end with whole panels.
+        """
         if module is None:
             self.numbers(int(half), -1, -1, -1)
             return
@@ -222,11 +251,13 @@ class _Writer:
             scale = cast("Tensor", module.scale)
         if bias is None:
             bias = cast("Tensor | None", getattr(module, "bias", None))
-        size = weight.element_size() * _packed_numel(weight, gates)
-        offset = self.block.place(size, lambda: _packed_checked(weight.detach(), gates))
+        size = weight.element_size() * _packed_numel(weight, gates, parts)
+        offset = self.block.place(
+            size, lambda: _packed_checked(_in_whole_panels(weight.detach(), parts), gates)
+        )
         self.numbers(_KINDS[weight.dtype], offset)
-        self.vector(scale, gates)
-        self.vector(bias, gates)
+        self.vector(scale, gates, parts)
+        self.vector(bias, gates, parts)
         self._done(weight)
 
     def table(self, module: nn.Module, half: bool, tied: bool) -> None:
@@ -265,6 +296,12 @@ class _Writer:
             self._ends(model, half)
             for layer in selective:
                 self._selective_block(layer, half)
+        elif is_ssd(program):
+            ssd = compile_ssd(program)
+            self._ssd_shape(model.config, ssd[0], half)
+            self._ends(model, half)
+            for ssd_layer in ssd:
+                self._ssd_block(ssd_layer, half)
         else:
             compiled = compile_blocks(model)
             self._shape(compiled, half)
@@ -298,8 +335,27 @@ class _Writer:
         self.numbers(
             _VERSION,
             how.A.shape[1],
+            0,  # heads: these are layers of Mamba
             how.dt.weight.shape[1],
             _bits(how.norm_eps or 0.0),
+            int(half),
+            _bits(config.norm_eps),
+            config.n_layers,
+            config.d_model,
+            block.inner,
+            *(0, config.vocab_size, 0, 0),  # no MLP, no convolution before the norm
+            block.conv.weight.shape[1],
+        )
+
+    def _ssd_shape(self, config: ModelConfig, block: SsdBlock, half: bool) -> None:
+        how, heads = block.recurrence, block.heads
+        self.numbers(
+            _VERSION,
+            block.states,
+            heads,
+            block.inner // heads,
+            how.groups,
+            *map(_bits, how.dt_limit),
             int(half),
             _bits(config.norm_eps),
             config.n_layers,
@@ -345,6 +401,18 @@ class _Writer:
         self.vector(how.D)
         self.matrix(block.out, half)
 
+    def _ssd_block(self, block: SsdBlock, half: bool) -> None:
+        how = block.recurrence
+        self.vector(block.norm.weight)
+        parts = (block.inner, block.conv.weight.shape[0], block.heads)  # z, x B C, dt
+        self.matrix(block.inputs, half, parts=parts)
+        self.convolution(block.conv)
+        self.vector(how.A)
+        self.vector(how.D)
+        self.vector(how.dt_bias)
+        self.vector(how.norm_weight)
+        self.matrix(block.out, half)
+
 
 def _bits(number: float) -> int:
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
@@ -357,6 +425,9 @@ def _states(model: LanguageModel) -> tuple[str, str | None, str | None, str | No
     if is_selective(program):
         selective = compile_selective(program)[0]
         return selective.recurrence.state, selective.conv.state, None, None
+    if is_ssd(program):
+        ssd = compile_ssd(program)[0]
+        return ssd.recurrence.state, ssd.conv.state, None, None
     blocks = compile_blocks(model)
     i_conv, f_conv = [conv.state for conv in blocks.blocks[0].short_convs] or (None, None)
     return blocks.recurrence.state, blocks.conv_state, i_conv, f_conv
