@@ -1,6 +1,6 @@
 """The packed CPU model against the machine's limits and torch.compile.
 
-    python -m loadtest.cpu_lm --threads 2 --models 113M hgrn-113M mamba-130M --weights bfloat16 int8
+    python -m loadtest.cpu_lm --threads 2 --models 113M mamba-130M mamba2-130M --weights bfloat16
 
 Prints tokens/s of whole decode steps (no sampling) and of prefills, for float32, bfloat16 and int8
 weights. Beside each stands its share of what the machine gives in the same run: bytes of weights
@@ -30,6 +30,7 @@ from engine.models.hgrn.config import HgrnConfig
 from engine.models.language_model import LanguageModel
 from engine.models.loader import quantize_model
 from engine.models.mamba.config import MambaConfig
+from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM, Layer
 from engine.ops import cpu_isa
@@ -65,6 +66,17 @@ MODELS: dict[str, ModelConfig] = {
         inner=1536,
         state_size=16,
         dt_rank=48,
+        tie_embeddings=True,
+    ),
+    # of the shape of state-spaces/mamba2-130m
+    "mamba2-130M": Mamba2Config(
+        cell="mamba2",
+        vocab_size=50288,
+        d_model=768,
+        n_layers=24,
+        heads=24,
+        head_dim=64,
+        state_size=128,
         tie_embeddings=True,
     ),
 }

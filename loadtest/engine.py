@@ -6,8 +6,9 @@
     python -m loadtest.engine --models 113m --quantize none int8 --json engine.json --png engine.png
     python -m loadtest.engine --deterministic --only decode prefill
 
-Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m, hgrn-1.3b, mamba-130m, mamba-1.4b, mamba-2.8b and
-mamba2-1.3b with random weights, and checkpoint folders of weights that are not quantised.
+Models: 6.3m, 25m, 113m, 1.3b, hgrn-113m, hgrn-1.3b, mamba-130m, mamba-1.4b, mamba-2.8b,
+mamba2-130m and mamba2-1.3b with random weights, and checkpoint folders of weights that are not
+quantised.
 
 Parts, chosen with --only:
     decode     a step of the runner, from a plan to ids on the host, greedy: ms and tokens/s

@@ -89,16 +89,17 @@ MAMBA_SIZES: dict[str, dict[str, Any]] = {
         ("mamba-2.8b", 2560, 64),
     )
 }
-#: Mamba-2 of the shape of state-spaces/mamba2-1.3b.
+#: Mamba-2 of the shapes of state-spaces/mamba2-130m and mamba2-1.3b.
 MAMBA2_SIZES: dict[str, dict[str, Any]] = {
-    "mamba2-1.3b": {
-        "d_model": 2048,
-        "n_layers": 48,
-        "heads": 64,
+    name: {
+        "d_model": width,
+        "n_layers": layers,
+        "heads": width // 32,
         "head_dim": 64,
         "state_size": 128,
         "vocab_size": 50_288,
-    },
+    }
+    for name, width, layers in (("mamba2-130m", 768, 24), ("mamba2-1.3b", 2048, 48))
 }
 SIZES = {**MINRNN_SIZES, **HGRN_SIZES, **MAMBA_SIZES, **MAMBA2_SIZES}
 _SHARED_MEMORY = Path("/dev/shm")
