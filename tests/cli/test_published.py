@@ -137,6 +137,43 @@ def test_inspect_tells_the_state_and_the_backend_of_a_mamba_folder(
     assert f"{told['state_bytes']:,} bytes a sequence: ssm F32 {shape}" in shown
 
 
+def test_a_mamba2_folder_quantised_at_load_and_before_says_the_same(
+    tmp_path: Path, minserve: Minserve
+) -> None:
+    """And nearly what its weights say without it."""
+    values = {**mamba2.VALUES, **mamba2.CODESTRAL, "vocab_size": len(PIECES)}
+    weights = mamba2.published_weights(values)
+    folder, own = tmp_path / "model", tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    write_single(folder, weights)
+    write_model(folder, PIECES)
+    done = minserve("convert", folder, own, "--quantize", "int8")
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 9)
+    sources = (("--model", folder, "--quantize", "int8"), ("--model", own))
+
+    def nats(*source: str | Path) -> float:
+        done = minserve("score", file, "--json", "--deterministic", *source, *ON)
+        assert done.returncode == 0, done.stderr
+        figure: float = json.loads(done.stdout)["nats_per_token"]
+        return figure
+
+    at_load, before = (nats(*source) for source in sources)
+    assert at_load == before
+    tokens = torch.tensor([1, *encoded(file.read_text(), PIECES)])
+    exact = torch.nn.functional.cross_entropy(
+        mamba2.logits(values, weights, tokens[:-1]), tokens[1:]
+    )
+    assert 0 < abs(at_load - float(exact)) < 0.02 * float(exact)
+    told = json.loads(minserve("inspect", own, "--json", *ON[:2]).stdout)
+    assert (told["quantization"], told["backend"]["name"]) == ("int8", "cpu")
+    asked = ("--max-tokens", "12", "--temperature", "0", "--ignore-eos", *ON)
+    texts = [minserve("generate", PROMPT, *source, *asked).stdout for source in sources]
+    assert texts[0] == texts[1] and len(texts[0]) > 1
+
+
 def test_inspect_tells_what_is_there(
     theirs: minLM, tmp_path: Path, minserve: Minserve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
