@@ -1,6 +1,6 @@
 """The packed CPU model against the machine's limits and torch.compile.
 
-    python -m loadtest.cpu_lm --threads 2 --models 113M mamba-130M mamba2-130M --weights bfloat16
+    python -m loadtest.cpu_lm --threads 2 --models 113M mamba-130M mamba2-130M --weights int8
 
 Prints tokens/s of whole decode steps (no sampling) and of prefills, for float32, bfloat16 and int8
 weights. Beside each stands its share of what the machine gives in the same run: bytes of weights
