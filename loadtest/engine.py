@@ -103,6 +103,12 @@ def _options() -> argparse.ArgumentParser:
         help="measure each model a second time in deterministic mode, beside its default",
     )
     options.add_argument(
+        "--state-dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="type of the states, as of minserve serve (default: auto)",
+    )
+    options.add_argument(
         "--batch", type=_count, nargs="+", help="numbers of sequences that decode together"
     )
     options.add_argument(
@@ -267,11 +273,15 @@ def _each_kind(
             dtype=dtype,
             quantization=quantization,
             device=device.type,
-            work=work(one.config, loader.DTYPES[dtype], quantization),
+            work=work(
+                one.config.with_state_dtype(args.state_dtype), loader.DTYPES[dtype], quantization
+            ),
             read_rate=rate,
             step_tokens=0,
             deterministic=deterministic,
         )
+        if args.state_dtype != "auto":
+            figures.remarks.append(f"states in {args.state_dtype}")
         try:
             known = default if deterministic else plain
             _run(args, asked, one, figures, device, next(shares), known)
@@ -310,6 +320,7 @@ def _run(
         host_state_bytes=0,
         threads=args.threads,
         deterministic=figures.deterministic,
+        state_dtype=args.state_dtype,
     )
     runner = load(config, batches)
     figures.step_tokens = runner.config.max_step_tokens or 1
