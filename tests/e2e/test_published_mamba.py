@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.e2e.published import asked, greedy
 from tests.models import mamba, mamba2
 from tests.tokenizer_types import save_tokenizer
 
+LONG = 20_000  # tokens
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
@@ -126,6 +129,30 @@ def test_a_session_s_turns_are_one_text(server: Server, model: Published) -> Non
     last = model.greedy(ids + expected + more, 5)
     assert len(expected) >= 3 and last
     assert generated(server, len(last), prompts=[more], session_id="talk")[0] == last
+
+
+def test_the_next_turn_of_a_long_conversation_reads_its_own_tokens_alone(server: Server) -> None:
+    """From its session's state, and from a cached one where the whole text is sent again."""
+
+    def read() -> float:
+        """The tokens of prompts that the engine has read."""
+        text = httpx.get(f"{server.url}/metrics").text
+        (line,) = re.findall(r"^minserve_prompt_tokens_total (.*)$", text, re.MULTILINE)
+        return float(line)
+
+    ids = random.Random(1).choices(range(3, 60), k=LONG)
+    begun = read()
+    answer, cached = generated(server, prompts=[ids], session_id="long")
+    assert (read() - begun, cached) == (LONG, 0)
+    more = [7, 8, 9]
+    begun = read()
+    second, _ = generated(server, prompts=[more], session_id="long")
+    # the last token of an answer is read with the next turn
+    assert read() - begun == 1 + len(more)
+    begun = read()
+    again, cached = generated(server, prompts=[[*ids, *answer, *more]])
+    assert again == second and cached >= LONG
+    assert read() - begun == LONG + len(answer) + len(more) - cached
 
 
 def test_models_tells_the_family_its_state_and_its_backend(
