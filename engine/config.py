@@ -28,6 +28,8 @@ Quantization = Literal["int8", "fp8"]  # fp8: e4m3
 SCAN_CHUNK = 128
 
 MOST_ENGINES = 256  # the most engines of one server
+# The usual `max_slots` and `share_slots`: as many, where their states fit (engine/slot_choice.py).
+SLOTS, SHARE_SLOTS = 256, 64
 MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 
 # `model_type` of a config.json in minserve's form

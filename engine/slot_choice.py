@@ -7,12 +7,11 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import SHARE_SLOTS, SLOTS, EngineConfig
 from engine.device import available_memory
 
 log = logging.getLogger(__name__)
 
-SLOTS, SHARE_SLOTS = 256, 64
 # Share of the free memory for states. The rest is for what a step computes with, for CUDA graphs
 # and, on a CPU, for everything else that the machine does.
 _MOST_OF_FREE = {"cuda": 0.8, "cpu": 0.5}

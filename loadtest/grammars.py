@@ -26,12 +26,11 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.config import EngineConfig
+from engine.config import SLOTS, EngineConfig
 from engine.engine import Engine
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import Grammar, SamplingParams
 from engine.protocol.token_ids import pack_ids
-from engine.slot_choice import SLOTS
 from engine.structured_output.compiler import compile_grammar, load_tokens
 from engine.structured_output.grammar_cache import GrammarCache
 from engine.structured_output.matchers import GrammarMatchers

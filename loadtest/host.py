@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 
 from engine import gc_tuning
-from engine.config import EngineConfig
+from engine.config import SHARE_SLOTS, EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop, Mailbox
 from engine.protocol.events import FromEngine, ModelInfo, StepEvents
@@ -41,7 +41,6 @@ from engine.protocol.requests import Request, Shutdown, ToEngine
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import pack_ids
 from engine.scheduler import decode_scheduler
-from engine.slot_choice import SHARE_SLOTS
 from engine.step_plan import MOST_STEPS, Drawn, Sampled, StepPlan, StepResult
 from loadtest.report import command_line, median, print_environment, print_table, save_json
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import SLOTS, EngineConfig
 from engine.errors import EngineDead, EngineError
 from engine.models.loader import resolve
 from engine.protocol.events import Finished, ModelInfo, Stats, StepEvents, Timing
@@ -21,7 +21,6 @@ from engine.protocol.logprobs import PackedLogprobs
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateCall, StateReply
 from engine.protocol.token_ids import pack_ids
-from engine.slot_choice import SLOTS
 from loadtest.frontend.board import Board
 
 NAP = 20e-6  # seconds between looks at the board

@@ -21,7 +21,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from engine.slot_choice import SHARE_SLOTS
+from engine.config import SHARE_SLOTS
 from loadtest.report import command_line, percentile, print_environment, print_table, save_json
 from loadtest.state.asker import Asker, Texts
 from loadtest.state.contexts import continuations, first_tokens, reading_seconds, samples

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from engine.config import EngineConfig
+from engine.config import SHARE_SLOTS, SLOTS, EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, DeviceLost
 from engine.protocol.events import ModelInfo
@@ -35,7 +35,6 @@ from engine.protocol.logprobs import PackedLogprobs, TokenLogprobs, words_of_rep
 from engine.protocol.requests import Request
 from engine.protocol.sampling_params import is_adjusted, is_greedy, is_plain, stop_ids, top_of
 from engine.protocol.token_ids import unpack_ids
-from engine.slot_choice import SHARE_SLOTS, SLOTS
 from engine.state_spec import StateSpec
 from engine.step_plan import (
     INITIAL,
