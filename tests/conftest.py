@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import ssl
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,6 +27,15 @@ def _gpu_usable() -> str | None:
     from engine.ops import library
 
     return None if library.has_cuda_kernels() else "the extension holds no CUDA kernels"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_ssl_context() -> Iterator[None]:
+    """Clients share the default SSL context, whose certificates take 40 ms to read."""
+    with pytest.MonkeyPatch.context() as patch:
+        shared = functools.cache(ssl.create_default_context)
+        patch.setattr(ssl, "create_default_context", shared)
+        yield
 
 
 @pytest.hookimpl(trylast=True)  # all markers are there

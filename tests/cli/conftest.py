@@ -61,9 +61,13 @@ def minserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def same_threads() -> Iterator[None]:
-    """Commands choose how many threads torch uses; the next test must not notice."""
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands of this process find one CPU, and the next test finds torch as it was.
+
+    The threads of several test processes would wait for each other.
+    """
     before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     yield
     torch.set_num_threads(before)
 
