@@ -147,7 +147,9 @@ def test_score_is_what_a_server_says_of_the_text(
     assert json.loads(done.stdout)["nats_per_token"] == pytest.approx(nats, rel=1e-12)
 
 
-@pytest.mark.parametrize("command", ["generate", "score", "serve"])
+@pytest.mark.parametrize(
+    "command", ["generate", "score", pytest.param("serve", marks=pytest.mark.slow)]
+)
 def test_deterministic_is_refused_where_it_is_not_possible(
     minserve: Minserve,
     trained: Path,

@@ -108,6 +108,7 @@ def test_torchrun_does_not_replace_a_run_either(in_two: Path, text_file: Path) -
     assert losses(in_two) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_what_as_many_processes_resume_exactly(
     in_two: Path, minserve: Minserve, text_file: Path, tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ def test_ctrl_c_saves_what_as_many_processes_resume_exactly(
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_what_all_processes_refuse_is_told_once(text_file: Path, tmp_path: Path) -> None:
     given = ["--data", text_file, "--out", tmp_path / "run", *EXACT, *TWO]
     process = begin(*given, "--window", "100000")
@@ -144,6 +146,7 @@ def test_what_all_processes_refuse_is_told_once(text_file: Path, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_others(text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     given = ["--data", text_file, "--out", out, *RUN, "--steps", "1000000"]

@@ -78,7 +78,7 @@ def test_a_report_with_plots_is_refused_before_the_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("tool", ["agreement", "fuzz"])
+@pytest.mark.parametrize("tool", ["agreement", pytest.param("fuzz", marks=pytest.mark.slow)])
 def test_a_load_test_says_what_to_install(tool: str) -> None:
     code = f"import runpy; runpy.run_module('loadtest.{tool}', run_name='__main__')"
     done = without(code, "--help")
@@ -96,7 +96,7 @@ def test_httpx_is_imported_where_its_lack_is_told() -> None:
     assert found == [ROOT / "loadtest" / "with_httpx.py"]
 
 
-@pytest.mark.parametrize("tool", ["report", "lm_plots"])
+@pytest.mark.parametrize("tool", ["report", pytest.param("lm_plots", marks=pytest.mark.slow)])
 def test_a_picture_says_what_to_install(tool: str, tmp_path: Path) -> None:
     (tmp_path / "figures.json").write_text("{}")
     code = f"import runpy; runpy.run_module('loadtest.{tool}', run_name='__main__')"

@@ -8,6 +8,7 @@ about the real GPU's arithmetic and speed: nothing.
 
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,13 @@ SCANS = [
     pytest.param(
         cell,
         f"{case} --backward {backward} --reverse {backward}",
-        # What takes long runs always for one cell and one type, forward and backward.
-        marks=pytest.mark.slow if case == TWO_TYPES[3] or (cell, case) in OF_LINEAR else [],
+        # What takes long runs always for one cell and one type, forward and backward. Of all types
+        # every second case runs always, half of these forward and half backward.
+        marks=pytest.mark.slow
+        if case == TWO_TYPES[3]
+        or (cell, case) in OF_LINEAR
+        or (case in ALL_TYPES and (ALL_TYPES.index(case) + backward) % 2)
+        else [],
     )
     for cell in ("linear", "mingru")
     for backward in (0, 1)
@@ -76,14 +82,14 @@ SCANS += [
         [*TWO_TYPES, *ALL_TYPES, f"{RAGGED} --type bf16 --channels 328 --short 128 --seeds 18"]
     )
 ]
-# Of three gates one case runs always, backward and in bfloat16.
+# Of three gates, which take a program of their own.
 SCANS += [
     pytest.param(
         "minlstm",
-        f"{case} --backward {b} --reverse {b}",
-        marks=[] if (b, case) == (1, TWO_TYPES[1]) else pytest.mark.slow,
+        f"{case} --backward {backward} --reverse {backward}",
+        marks=pytest.mark.slow,
     )
-    for b in (0, 1)
+    for backward in (0, 1)
     for case in TWO_TYPES
 ]
 SCANS += [
@@ -91,7 +97,11 @@ SCANS += [
     ("mingru", f"{MANY} --type bf16 --channels 40 --short 128 --seeds 16"),
     # As many as there are streams, and more; the rows of no sequence may be long too.
     *(
-        ("linear", f"{long_ones(n)} --tail {tail} --type f32 --channels 32 --short 40 --seeds 17")
+        pytest.param(
+            "linear",
+            f"{long_ones(n)} --tail {tail} --type f32 --channels 32 --short 40 --seeds 17",
+            marks=[] if n == 33 else pytest.mark.slow,
+        )
         for n, tail in ((31, 41), (32, 0), (33, 0), (37, 300))
     ),
     ("linear", f"{RAGGED} --type f32 --channels 32 --nan 1 --seeds 10,11,12"),
@@ -105,7 +115,11 @@ SELECTIVE = [
     "--type bf16",
     "--type f32 --gate 0 --seeds 2",
     "--type f16 --float-vectors 0 --states 12 --channels 36",
-    "--lengths 300,64,127 --slots 0,1,2 --splits 1,33,100,299 --channels 68 --seeds 0,1,2,3",
+    pytest.param(
+        "--lengths 300,64,127 --slots 0,1,2 --splits 1,33,100,299 --channels 68 --seeds 0,1,2,3",
+        marks=pytest.mark.slow,
+    ),
+    "--lengths 65,127 --slots 1,0 --splits 1,33,100 --channels 68",
     "--states 1 --channels 7 --extra-stride 3",
     "--states 16 --channels 33 --tail 70 --seeds 4",
     "--states 8 --extra-stride 4 --type f32",
@@ -221,7 +235,9 @@ SAMPLES = [
         "--vocab 70000 --threads 256 --streamed 1 --given-up 2 --seeds 4", marks=pytest.mark.slow
     ),
     "--vocab 9001 --threads 512 --streamed 1 --given-up 1 --seeds 5",
-    "--kind ties --vocab 3001 --threads 512 --streamed 1 --given-up 2",
+    pytest.param(
+        "--kind ties --vocab 3001 --threads 512 --streamed 1 --given-up 2", marks=pytest.mark.slow
+    ),
     "--kind later --vocab 9003 --threads 256 --streamed 1 --given-up 2 --seeds 1",
     "--kind weightless --vocab 8192 --threads 256 --streamed 1 --given-up 4 --seeds 1",
     "--kind ties --vocab 2999 --part 256",
@@ -234,7 +250,7 @@ SAMPLES = [
     pytest.param("--edges 400 --vocab 9000", marks=pytest.mark.slow),
     pytest.param("--edges 400 --vocab 2048", marks=pytest.mark.slow),
     "--edges 200 --vocab 3001 --kind ties",
-    "--edges 200 --vocab 9003 --kind later --threads 128",
+    pytest.param("--edges 200 --vocab 9003 --kind later --threads 128", marks=pytest.mark.slow),
 ]
 
 # Without best tokens, with one, by a list and by several readings of a row.
@@ -264,7 +280,9 @@ FUSED_NORMS = [
     "--width 304 --channels 128 --cell 1",
     "--width 64 --channels 8200 --rows 2 --seeds 4",
     "--width 8200 --channels 72 --rows 2 --cell 1 --seeds 5",
-    "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6",
+    pytest.param(
+        "--width 2304 --channels 4104 --rows 9 --processors 1 --seeds 6", marks=pytest.mark.slow
+    ),
 ]
 
 # One turn of the threads and two, of either row.
@@ -307,8 +325,15 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C+
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the programs."""
-    return made_once(tmp_path_factory, "emulator", build.build)
+    """The folder that holds the programs, but for that of three gates."""
+    names = [name for name in build.PROGRAMS if name != "minlstm"]
+    return made_once(tmp_path_factory, "emulator", partial(build.build, names=names))
+
+
+@pytest.fixture(scope="session")
+def three_gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds its program."""
+    return made_once(tmp_path_factory, "three-gates", partial(build.build, names=["minlstm"]))
 
 
 def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -316,7 +341,8 @@ def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("cell", "case"), SCANS)
-def test_scan(programs: Path, cell: str, case: str) -> None:
+def test_scan(request: pytest.FixtureRequest, cell: str, case: str) -> None:
+    programs = request.getfixturevalue("three_gates" if cell == "minlstm" else "programs")
     result = run(programs / cell, *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 

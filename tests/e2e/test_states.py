@@ -77,11 +77,11 @@ def test_concurrent_turns_of_many_sessions(server: Server) -> None:
     def talk(number: int) -> list[str]:
         return [
             generate(server.url, f"Line {number}.{turn}: ", session_id=f"s{number}")["text"]
-            for turn in range(4)
+            for turn in range(3)
         ]
 
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(talk, range(12)))
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(talk, range(8)))
     for number, texts in enumerate(together):
         whole = ""
         for turn, text in enumerate(texts):
@@ -91,7 +91,7 @@ def test_concurrent_turns_of_many_sessions(server: Server) -> None:
 
 
 def test_sessions_survive_a_restart(tmp_path: Path) -> None:
-    options = ("--device", "cpu", "--threads", "2", "--state-folder", str(tmp_path / "states"))
+    options = ("--device", "cpu", "--threads", "1", "--state-folder", str(tmp_path / "states"))
     first = Server(*options)
     try:
         begun = generate(first.url, PROMPT, session_id="talk")

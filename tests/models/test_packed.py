@@ -432,9 +432,14 @@ def test_a_row_has_the_same_bits_in_every_company(
         [stepped(packed, tokens[row : row + 1], alone, int32([row])) for row in range(rows)]
     )
     assert expected.isfinite().all()
-    for count in (1, 2, 3):
+    several = (1, 3, 17, 70, rows)  # as the threads share the work
+    for count, batches in (
+        (1, (1, 2, 3, 4, 5, 7, 12, 16, 17, 33, 47, 49, 70, 129, 130, rows)),
+        (2, several),
+        (3, several),
+    ):
         threads(count)
-        for batch in (1, 2, 3, 4, 5, 7, 12, 16, 17, 33, 47, 49, 70, 129, 130, rows):
+        for batch in batches:
             state = packed.new_state(rows + 5)
             slots = torch.randperm(rows + 5, generator=torch.Generator().manual_seed(batch))
             slots = slots[:batch].to(torch.int32)

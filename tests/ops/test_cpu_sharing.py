@@ -96,9 +96,15 @@ def test_every_share_of_rows_of_time(
             same_bits(x, y)
 
 
-@pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @pytest.mark.parametrize("channels", [512, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tail", [0, 64, 5])
+@pytest.mark.parametrize(
+    ("dtype", "tail"),
+    [
+        pytest.param(dtype, tail, marks=[] if n == m else pytest.mark.slow)
+        for n, dtype in enumerate(SERVING_DTYPES)
+        for m, tail in enumerate((0, 64, 5))
+    ],
+)
 def test_rows_of_time_past_the_caches(dtype: torch.dtype, channels: int, tail: int) -> None:
     """The bits of channels contiguous, where rows start on lines of the caches and where not."""
     length = PAST_CACHES // (3 * channels * dtype.itemsize) // 128 * 128 + tail

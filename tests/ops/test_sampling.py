@@ -109,8 +109,14 @@ def test_more_rows_than_multiprocessors(device: str, rows: int, vocab: int, kind
     same_bits(rows_of(params, device, positions).sample(logits), wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", [1026, 5003, 32_000])
+@pytest.mark.parametrize(
+    ("vocab", "kind"),
+    [
+        pytest.param(vocab, kind, marks=pytest.mark.slow if vocab > 5003 and n else [])
+        for vocab in (1026, 5003, 32_000)
+        for n, kind in enumerate(KINDS)
+    ],
+)
 def test_few_rows_at_a_time(device: str, vocab: int, kind: str) -> None:
     """On a GPU the fewer the rows, the more blocks share one: the tokens are the same."""
     params = parameters()

@@ -36,10 +36,14 @@ GPU = pytest.mark.gpu
 SETUPS = [
     pytest.param({**SMALL, "cell": "mingru"}, id="cpu mingru float32"),
     pytest.param(
-        {**SMALL, "cell": "minlstm", "conv_kernel": 4, "dtype": "bfloat16"},
+        {**SMALL, "cell": "minlstm", "conv_kernel": 4, "dtype": "bfloat16", "threads": 2},
         id="cpu minlstm conv bfloat16",
     ),
-    pytest.param({**SMALL, "cell": "mingru", "quantize": "int8"}, id="cpu mingru int8"),
+    pytest.param(
+        {**SMALL, "cell": "mingru", "quantize": "int8"},
+        id="cpu mingru int8",
+        marks=pytest.mark.slow,
+    ),
     pytest.param({**WIDE, "cell": "mingru"}, marks=GPU, id="gpu mingru"),
     pytest.param(
         {**WIDE, "cell": "minlstm", "conv_kernel": 4, "learned_initial_state": True},
@@ -65,7 +69,7 @@ def setup_of(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         (model.embedding if model.head is None else model.head).weight.mul_(3)
     save_model(folder, model, config, "float32")
     given = {name: value for name, value in fields.items() if name in _ENGINE}
-    defaults = {"device": "cpu", "max_slots": 24, "share_slots": 8, "threads": 2}
+    defaults = {"device": "cpu", "max_slots": 24, "share_slots": 8, "threads": 1}
     dtype = fields.get("dtype", "float32")
     return EngineConfig(model=str(folder), dtype=dtype, deterministic=True, **{**defaults, **given})
 

@@ -53,7 +53,7 @@ def save_random_model(folder: Path, **fields: Any) -> Path:
 
 
 def load(folder: Path, **fields: Any) -> ModelRunner:
-    given = {"max_slots": SLOTS, "share_slots": 4, "threads": 2, "device": "cpu", **fields}
+    given = {"max_slots": SLOTS, "share_slots": 4, "threads": 1, "device": "cpu", **fields}
     # Some tests say themselves what is the quickest, which no other start may believe.
     return ModelRunner(EngineConfig(model=str(folder), tuning_cache="off", **given))
 

@@ -99,8 +99,17 @@ def live(seed: int, most_steps: int, overlaps: bool) -> Witness:
     return witness
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("most_steps", [1, 2, 7, 32])
+QUICK = ((1, False), (2, True), (32, True))
+
+
+@pytest.mark.parametrize(
+    ("most_steps", "overlaps"),
+    [
+        pytest.param(steps, overlaps, marks=[] if (steps, overlaps) in QUICK else pytest.mark.slow)
+        for steps in (1, 2, 7, 32)
+        for overlaps in (False, True)
+    ],
+)
 def test_every_life_keeps_the_promises(
     most_steps: int, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

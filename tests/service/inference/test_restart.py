@@ -40,7 +40,7 @@ def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)
+        time.sleep(0.05)
     return found
 
 
@@ -113,6 +113,7 @@ def test_what_was_in_flight_is_told_when_to_come_again(tmp_path: Path) -> None:
         assert int(answer.headers["retry-after"]) >= 3
 
 
+@pytest.mark.slow
 def test_a_cuda_error_fails_every_request_and_starts_another_engine(tmp_path: Path) -> None:
     with starting(tmp_path) as (process, client), streaming(client) as lines:
         (worker,) = children(process.popen.pid)
@@ -136,6 +137,7 @@ def test_when_the_tries_are_over_the_process_ends_with_code_1(tmp_path: Path) ->
         process.said("error: .*SIGKILL.*after 1 restart")
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_again_uses_tries_up(tmp_path: Path) -> None:
     with starting(tmp_path, engine_restarts=2) as (process, _):
         (tmp_path / "broken").touch()
@@ -160,6 +162,7 @@ def test_an_engine_that_hangs_is_killed_and_started_again(tmp_path: Path) -> Non
         assert client.post("/v1/generate", json=SHORT).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_for_a_while_goes_on(tmp_path: Path) -> None:
     with starting(tmp_path, ping_timeout=0.2) as (process, client):
         (worker,) = children(process.popen.pid)
@@ -173,6 +176,7 @@ def test_an_engine_that_hangs_for_a_while_goes_on(tmp_path: Path) -> None:
         assert children(process.popen.pid) == [worker]
 
 
+@pytest.mark.slow
 def test_a_signal_while_an_engine_is_started_again_ends_at_once(tmp_path: Path) -> None:
     with starting(tmp_path) as (process, client):
         (tmp_path / "slow").write_text("60")
@@ -194,6 +198,7 @@ def test_an_engine_that_dies_during_a_drain_is_not_started_again(tmp_path: Path)
         assert not any("starting another" in line for line in process.lines)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_its_first_load_is_the_end(tmp_path: Path) -> None:
     (tmp_path / "slow").write_text("60")
     options = {"engine": "tests.engine.fake:folder_engine", "model": str(tmp_path)}

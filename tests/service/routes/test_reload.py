@@ -37,7 +37,11 @@ KEY = "k" * 32
 RELOAD = "/admin/reload"
 # Of what tests/models/test_checkpoint.py knows: each is an engine that is started. One that is
 # found before the weights are opened, one on opening, one on reading.
-UNREAD = ("folder-leads-nowhere", "model.safetensors-is-a-pipe", "weights-cut-off")
+UNREAD = (
+    pytest.param("folder-leads-nowhere", marks=pytest.mark.slow),
+    pytest.param("model.safetensors-is-a-pipe", marks=pytest.mark.slow),
+    "weights-cut-off",
+)
 
 
 @pytest.fixture
@@ -140,7 +144,8 @@ def test_no_request_is_dropped(folders: tuple[Path, Path]) -> None:
     assert len(statuses) > 20 and set(statuses) == {200}
 
 
-def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path, name: str) -> None:
     """With the engine's own loading."""
     model = build({"cell": "mingru", "vocab_size": 257, "eos_token_id": 256})
     good = save_byte_tokenizer_in(tmp_path / "good", model)
@@ -148,16 +153,15 @@ def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     with serving(engine="engine.engine:Engine.load", **options) as process:
         process.said("ready: ")
         with httpx.Client(base_url=process.url, timeout=60) as client:
-            for name in UNREAD:
-                spoil, says = UNREADABLE[name]
-                bad = save_byte_tokenizer_in(tmp_path / name, model)
-                spoil(bad)
-                answer = reload(client, bad)
-                assert answer.status_code == 400, answer.text
-                error = answer.json()["error"]
-                assert (error["param"], error["code"]) == ("model", "checkpoint_error")
-                assert says in error["message"]
-                assert error["message"].endswith("; the present model keeps serving")
+            spoil, says = UNREADABLE[name]
+            bad = save_byte_tokenizer_in(tmp_path / name, model)
+            spoil(bad)
+            answer = reload(client, bad)
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == ("model", "checkpoint_error")
+            assert says in error["message"]
+            assert error["message"].endswith("; the present model keeps serving")
             assert served(client) == "good"
             assert client.post("/v1/generate", json=SHORT).json()["model"] == "good"
         assert not any("Traceback" in line for line in process.lines)
@@ -210,7 +214,7 @@ def test_one_reload_at_a_time(folders: tuple[Path, Path]) -> None:
         assert first.result().status_code == 200
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_reload_goes_on_if_nobody_waits_for_it(folders: tuple[Path, Path], workers: int) -> None:
     one, two = folders
     with reloadable(one, api_workers=workers) as (process, client):
@@ -243,6 +247,7 @@ def test_the_old_engine_dies_while_the_new_one_loads(folders: tuple[Path, Path])
         assert restarts(client) == 0  # what was being loaded has taken its place
 
 
+@pytest.mark.slow
 def test_the_old_engine_dies_and_the_new_one_cannot_be_loaded(folders: tuple[Path, Path]) -> None:
     one, two = folders
     with reloadable(one) as (process, client):
@@ -259,6 +264,7 @@ def test_the_old_engine_dies_and_the_new_one_cannot_be_loaded(folders: tuple[Pat
         assert served(client) == "one" and restarts(client) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_died_after_a_reload_starts_with_the_new_model(
     folders: tuple[Path, Path],
 ) -> None:
@@ -272,6 +278,7 @@ def test_an_engine_that_died_after_a_reload_starts_with_the_new_model(
         assert served(client) == "two"
 
 
+@pytest.mark.slow
 def test_an_old_engine_that_dies_takes_only_its_own_requests_along(
     folders: tuple[Path, Path],
 ) -> None:

@@ -188,6 +188,7 @@ def test_a_killed_engine_fails_the_requests_of_all_and_starts_again(tmp_path: Pa
                 assert restarts(one) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_for_good_ends_all_with_code_1(tmp_path: Path) -> None:
     with several(tmp_path, engine_restarts=0) as (process, _):
         processes = children(process.popen.pid)
@@ -238,6 +239,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, sig: int) -> None:
         assert process.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_during_a_drain_is_not_started_again(tmp_path: Path) -> None:
     with several(tmp_path) as (process, _):
         with streams(process, ENDLESS, 4) as lines:
@@ -309,6 +311,7 @@ def test_api_processes_that_die_during_a_reload_do_not_hold_it_up(tmp_path: Path
                 assert one.post("/v1/generate", json=SHORT).json()["model"] == "two"
 
 
+@pytest.mark.slow
 def test_the_engines_queue_is_one_for_all(tmp_path: Path) -> None:
     """However many find it empty at the same moment."""
     with several(tmp_path, max_slots=2, max_waiting=1) as (process, client):
@@ -397,6 +400,7 @@ def test_a_mistake_in_the_settings_is_told_before_any_process_starts(
         assert not any(line.startswith("minserve") for line in process.lines)
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line_and_code_2(tmp_path: Path) -> None:
     """Although the other one shares its port among processes of its own."""
     with several(tmp_path) as (process, _):

@@ -43,7 +43,9 @@ def test_it_serves_and_sigterm_finishes_what_is_in_flight() -> None:
         assert not any("Traceback" in line for line in process.lines)
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signal_", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_whole_process_group_finishes_what_is_in_flight(signal_: int) -> None:
     """As a supervisor or Ctrl-C sends it: the engine's process has it too, and must live on."""
     with serving() as process:
@@ -63,8 +65,8 @@ def test_a_signal_to_the_whole_process_group_finishes_what_is_in_flight(signal_:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (signal.SIGINT, signal.SIGINT),
-        (signal.SIGTERM, signal.SIGTERM),
+        pytest.param(signal.SIGINT, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.slow),
         (signal.SIGTERM, signal.SIGINT),
     ],
 )
@@ -155,7 +157,7 @@ def test_an_idle_server_stops_at_once() -> None:
         assert process.exit_code() == 0
 
 
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_client_that_sends_too_much_gets_its_413(chunked: bool) -> None:
     """Though it reads nothing before it has sent all of its body."""
     size, count = 2**20, 40

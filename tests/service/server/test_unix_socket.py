@@ -34,7 +34,7 @@ def ended(process: Process) -> None:
     assert not any("Traceback" in line or "error" in line for line in process.lines)
 
 
-@pytest.mark.parametrize("api_workers", [1, 2])
+@pytest.mark.parametrize("api_workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_it_serves_there_and_leaves_nothing(tmp_path: Path, api_workers: int) -> None:
     path = tmp_path / "minserve.sock"
     with serving(uds=str(path), api_workers=api_workers, access_log="json") as process:
@@ -173,6 +173,7 @@ def test_only_its_own_socket_is_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_one_that_has_taken_its_place_is_left_alone(tmp_path: Path) -> None:
     """Another server started while this one, which listens no more, had still something to do."""
     path = tmp_path / "x"
