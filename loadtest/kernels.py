@@ -43,6 +43,7 @@ from loadtest.operators.linear import measure_backward, measure_linear
 from loadtest.operators.rows import Row, print_rows
 from loadtest.operators.selective import measure_selective
 from loadtest.operators.shapes import Selection, select
+from loadtest.operators.ssd import measure_ssd
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
 from loadtest.report import command_line, environment, print_environment, roofline_png, save_json
@@ -59,6 +60,7 @@ TITLES = {
     "backward": "backward passes",
     "steps": "decode steps beside a copy of the same bytes",
     "selective": "Mamba's recurrence, beside its bytes and its exponentials",
+    "ssd": "Mamba-2's recurrence, beside its bytes",
     "draws": "draws, a token for each row of logits",
     "heads": "heads of greedy steps with 32,000 tokens, their draws included",
     "peers": "linear recurrences by others at the same shapes",
@@ -141,6 +143,9 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         "backward": lambda: measure_backward(shapes.scans, dtypes, limits),
         "steps": lambda: measure_steps(shapes.steps, step_dtypes, limits),
         "selective": lambda: measure_selective(
+            shapes.selective_scans, shapes.selective_steps, step_dtypes, limits
+        ),
+        "ssd": lambda: measure_ssd(
             shapes.selective_scans, shapes.selective_steps, step_dtypes, limits
         ),
         "draws": lambda: measure_draws(shapes.draws, limits),

@@ -48,11 +48,11 @@ def test_every_case_gives_finite_figures_and_a_picture(
     rows = data["rows"]
     counts = {case: sum(row["case"] == case for row in rows) for case in kernels.TITLES}
     # Two types each, but for steps: 2 cells x 2 shapes; 2 layouts; those and 2 cells x 2 shapes;
-    # 3 steps; 2 scans and a step of Mamba; 5 filters; no heads, for want of kernels; ours and the
+    # 3 steps; 2 scans and a step of Mamba, and of Mamba-2; 5 filters; no heads, for want of kernels; ours and the
     # peers that a CPU can run.
     assert counts == {
-        "fused": 8, "linear": 4, "backward": 12, "steps": 3, "selective": 3, "draws": 5, "heads": 0,
-        "peers": 6
+        "fused": 8, "linear": 4, "backward": 12, "steps": 3, "selective": 3, "ssd": 3, "draws": 5,
+        "heads": 0, "peers": 6
     }  # fmt: skip
     for row in rows:
         assert row["note"] in ("", "in-cache rate lost in noise"), row
@@ -65,7 +65,9 @@ def test_every_case_gives_finite_figures_and_a_picture(
         assert row["ceiling"] == 1e10 and row["elementwise"] > 0
         assert row["verdict"] in ("pass", "short")
         assert set(row["times"]) == ({"log-space", "loop"} if row["shape"] == SCAN else set())
-    assert all(set(row["times"]) == {"composed"} for row in rows if row["case"] == "selective")
+    assert all(
+        set(row["times"]) == {"composed"} for row in rows if row["case"] in ("selective", "ssd")
+    )
     printed = capsys.readouterr().out
     assert all((title in printed) == bool(counts[case]) for case, title in kernels.TITLES.items())
     assert "0 without a figure" in printed
@@ -94,6 +96,9 @@ def test_bytes_are_counted_once_each(tmp_path: Path) -> None:
     scan = 2 * 64 * streams + 2 * states + weights
     assert found["selective", "selective_scan"] == scan
     assert found["selective", "selective_step"] == 5 * streams + 5 * states + weights
+    streams, states = 2 * (2 * 24 + 1 + 2 * 128), 24 * 128 * 8
+    assert found["ssd", "ssd_scan"] == 2 * 64 * streams + 2 * states + 3 * 4
+    assert found["ssd", "ssd_step"] == 5 * streams + 5 * states + 3 * 4
 
 
 def test_rows_behind_the_sequences_are_scanned_too(tmp_path: Path) -> None:
