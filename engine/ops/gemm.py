@@ -454,7 +454,7 @@ def _fake_residual(
     squares: bool = False,
     *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _empty_norm_inputs(x, norm_weight, squares)
+    return _empty_norm_inputs(x.to(y.dtype), norm_weight, squares)
 
 
 def _fake_swiglu(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, *_: Any) -> Tensor:
@@ -477,6 +477,18 @@ def _fake_step(
     return x.new_empty((len(x), channels)), x.new_empty((blocks, len(x)), dtype=torch.float32)
 
 
+def _fake_convolve(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    filter: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty((len(x), len(weight))), x.new_empty((len(x), len(filter)))
+
+
 def _fake_best(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((len(x), -(-len(weight) // PART)), dtype=torch.int64)
 
@@ -492,5 +504,6 @@ torch.library.register_fake("minserve::linear_map", _fake_map)
 torch.library.register_fake("minserve::linear_swiglu", _fake_swiglu)
 torch.library.register_fake("minserve::linear_residual_", _fake_residual)
 torch.library.register_fake("minserve::linear_step", _fake_step)
+torch.library.register_fake("minserve::linear_convolve", _fake_convolve)
 torch.library.register_fake("minserve::linear_best", _fake_best)
 torch.library.register_fake("minserve::linear_embed", _fake_embed)

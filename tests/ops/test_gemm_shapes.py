@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.ops.gemm import (
     PART,
     linear_best,
+    linear_convolve,
     linear_embed,
     linear_map,
     linear_residual_,
@@ -57,6 +58,21 @@ def test_linear_step(cell: str) -> None:
 def test_linear_swiglu() -> None:
     y = linear_swiglu(X, SQUARES, EPS, meta(2 * CHANNELS, INPUTS), None, fixed_order=True)
     assert like(y) == ([ROWS, CHANNELS], torch.bfloat16)
+
+
+def test_linear_convolve() -> None:
+    state, slots = meta(9, 3, 60, dtype=torch.float32), meta(ROWS, dtype=torch.int32)
+    y, convolved = linear_convolve(
+        X, SQUARES, EPS, WEIGHT, None, meta(60, 4), meta(60), state, slots, 8
+    )
+    assert like(y) == ([ROWS, CHANNELS], torch.bfloat16)
+    assert like(convolved) == ([ROWS, 60], torch.bfloat16)
+
+
+def test_a_wide_stream_is_scaled_in_the_type_of_the_inputs() -> None:
+    stream = meta(ROWS, CHANNELS, dtype=torch.float32)
+    given = linear_residual_(X, WEIGHT, None, stream, meta(CHANNELS))
+    assert [*map(like, given)] == [SCALED, SUMS]
 
 
 def test_linear_best() -> None:
