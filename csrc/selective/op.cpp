@@ -146,8 +146,11 @@ Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_
             t.stride(0) * bytes_of(t) % bytes == 0,
         name, " must have rows that begin at multiples of ", bytes, " bytes, got ", describe(t));
   };
-  check.require(dt_weight.is_contiguous() && A.is_contiguous(),
-                "dt_weight and A must be contiguous");
+  // A copy of a weight would be written by the kernel before, which may not have ended when the
+  // step reads it.
+  check.require(dt_weight.is_contiguous() && A.is_contiguous() && D.is_contiguous() &&
+                    dt_bias.is_contiguous(),
+                "dt_weight, A, D and dt_bias must be contiguous");
   placed(dt_weight, "dt_weight", 16);
   placed(A, "A", 16);
   placed(state, "state", half ? 8 : 16);
@@ -155,8 +158,7 @@ Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_
   placed(chosen, "selection", 16);
   MaybeTensor rows_z;
   if (z) rows_z = with_rows(*z);
-  const Tensor d = torch::stable::contiguous(D), bias = torch::stable::contiguous(dt_bias),
-               slots = torch::stable::contiguous(slots_given);
+  const Tensor slots = torch::stable::contiguous(slots_given);
   Tensor y = torch::stable::new_empty(x, {batch, channels});
 
   SelectedArgs args;
@@ -170,8 +172,8 @@ Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_
   if (rows_z) step.z = rows_of(*rows_z);
   step.y = output_stream(y);
   step.A = static_cast<const float*>(A.const_data_ptr());
-  step.D = {d.const_data_ptr(), d.scalar_type() == ScalarType::Float};
-  step.dt_bias = {bias.const_data_ptr(), bias.scalar_type() == ScalarType::Float};
+  step.D = {D.const_data_ptr(), D.scalar_type() == ScalarType::Float};
+  step.dt_bias = {dt_bias.const_data_ptr(), dt_bias.scalar_type() == ScalarType::Float};
   step.state = state.mutable_data_ptr();
   step.slot_stride = state.stride(0);
   step.half_state = half;

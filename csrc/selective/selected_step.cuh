@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 5)
       static_cast<int>(thread_of_group() / kWarpLanes) * kUnits * Lanes::kWarpChannels;
   const std::int64_t row = row_group() * kRows;
   pdl_launch_dependents();
-  if (first >= step.layout.channels || row >= step.layout.tokens) return;
+  if (first >= step.layout.channels || row >= step.layout.tokens) return wait_for_previous_kernel();
   const std::int64_t left = step.layout.tokens - row;
   const int count = left < kRows ? static_cast<int>(left) : kRows;
 

@@ -159,7 +159,8 @@ def selected_step(
     """Compute `selective_step` with dt = dt_weight r, from the selection r | B | C of each row.
 
     Between the product that selects and the out projection it is the only kernel. CUDA alone. A
-    row's bits depend on that row only.
+    row's bits depend on that row only. dt_weight, A, D and dt_bias are read before the previous
+    kernel on the stream has ended, so no kernel may be writing them.
 
     Args:
         x: inputs [batch, channels], bfloat16; its rows, and those of z, may lie apart.
@@ -167,7 +168,7 @@ def selected_step(
             multiples of 16 bytes.
         dt_weight: the result of `pack_dt_weight`, bfloat16 [rank / 8, channels, 8].
         A: float32 [channels, N], contiguous.
-        D, dt_bias: [channels], bfloat16 or float32.
+        D, dt_bias: [channels], bfloat16 or float32, contiguous.
         z: gate before silu, as x; None: no gate.
         state, slots: as for `selective_step`; state is **changed in place**.
         norm_eps: r, B and C are each divided by their root mean square, with this epsilon; None:
