@@ -34,6 +34,7 @@ void launch_chunks(const SsdArgs& args, int device, cudaStream_t stream) {
   launch_early<&ssd_decays_kernel>(grid_of_blocks(of_decays, kDecayHeads * kWarpLanes, 0), stream,
                                    "SSD decays", args);
   with_states_tile<kStates>(args, processors, [&](auto tile) {
+    if (args.layout.sequences == 0) return;  // all is padding
     using Tile = decltype(tile);
     constexpr auto kernel = &ssd_states_kernel<State, Tile>;
     allow_shared<kernel>(Tile::kSharedBytes, device);
