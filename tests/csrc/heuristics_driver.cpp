@@ -1,5 +1,6 @@
 // Which tile config and split-K of a GEMM are chosen, over many shapes: prints what no kernel could
-// run, and on which kernels a choice may fall, the usual one or the batch-invariant one.
+// run, and on which kernels a choice may fall: the usual one, that among the tiles of small batches
+// alone, or the batch-invariant one.
 //
 // With shapes as arguments (channels inputs gates tokens, each), only the latter, for these.
 #include <cstdio>
@@ -8,6 +9,7 @@
 #include <string>
 #include <tuple>
 
+#include "gemm/args.h"
 #include "gemm/heuristics_deterministic.h"
 
 using namespace minserve;
@@ -94,6 +96,11 @@ void check(const char* rule, const GemmConfig& choice, std::int64_t channels, st
       choice.serial_split_k);
 }
 
+// Whether epilogues that only small batches have take such a call.
+bool is_small(std::int64_t gates, std::int64_t tokens) {
+  return gates == 1 && tokens <= kMostSmallBatch;
+}
+
 }  // namespace
 
 int main(int count, char** given) {
@@ -101,7 +108,9 @@ int main(int count, char** given) {
   for (int i = 1; i + 3 < count; i += 4, ++shapes) {
     const auto number = [&](int at) { return std::atoll(given[i + at]); };
     const std::int64_t gates = number(2);
-    reach("usual", SmallBatchHeuristic(number(0), number(1), gates, number(3)).choose(), gates);
+    const SmallBatchHeuristic usual(number(0), number(1), gates, number(3));
+    reach("usual", usual.choose(), gates);
+    if (is_small(gates, number(3))) reach("small", usual.choose_small_batch(), gates);
     reach("fixed", BatchInvariantHeuristic(number(0), number(1), gates, number(3)).choose(), gates);
   }
   if (count == 1) {
@@ -110,8 +119,13 @@ int main(int count, char** given) {
         for (std::int64_t gates = 1; gates <= 3; ++gates) {
           const int parts = BatchInvariantHeuristic(channels, inputs, gates, 1).choose().split_k;
           for (std::int64_t tokens = 1; tokens <= 20000; tokens += tokens / 6 + 1, ++shapes) {
-            check("usual", SmallBatchHeuristic(channels, inputs, gates, tokens).choose(), channels,
-                  inputs, gates, tokens);
+            const SmallBatchHeuristic usual(channels, inputs, gates, tokens);
+            check("usual", usual.choose(), channels, inputs, gates, tokens);
+            if (is_small(gates, tokens)) {
+              const GemmConfig small = usual.choose_small_batch();
+              const std::string tile = known(small.tile).name;
+              check("small", small, channels, inputs, gates, tokens, tile.rfind("tokens_", 0) == 0);
+            }
             const GemmConfig fixed =
                 BatchInvariantHeuristic(channels, inputs, gates, tokens).choose();
             const bool whole =

@@ -77,6 +77,9 @@ def test_every_kernel_takes_every_form(driver: Path) -> None:
     _, every = _run(driver)
     usual = _kinds_of(driver, every_kernel.MAPS)
     assert _of("usual", usual) == _of("usual", every)
+    # Of epilogues that only small batches have, of which one takes channels by 64.
+    small = _kinds_of(driver, every_kernel.MAPS, gates=(1,), multiple=64)
+    assert _of("small", small) == _of("small", every) != set()
     fixed = _kinds_of(driver, every_kernel.FIXED)
     of_fixed_alone = {
         kind for kind in _of("fixed", every) if kind.replace("fixed", "usual") not in every
