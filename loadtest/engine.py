@@ -19,7 +19,8 @@ Parts, chosen with --only:
     prefill    one prompt by its length, and what the next token costs after it
     gemm       the model's bare matrix products at each batch
     peer       the same weights in plain PyTorch, and in the published package, if it is installed:
-               minGRU-pytorch for prompts (fp32), flash-linear-attention (fla) for HGRN
+               minGRU-pytorch for prompts (fp32), flash-linear-attention (fla) for HGRN, mamba_ssm
+               for Mamba and Mamba-2 on a GPU, llama.cpp (CPU) or transformers for Mamba
 
 Limits are measured in the same run: the bandwidth of a kernel that only reads, and the rate of the
 bare products. A step takes at least the larger of two times: the bytes of its weights, read once,
