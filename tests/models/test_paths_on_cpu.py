@@ -28,7 +28,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.mamba.config import MambaConfig
 from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
-from engine.ops import fused_norm, gemm, library
+from engine.ops import conv_step, fused_norm, gemm, library
 from engine.ops.selective import selected_step_reference
 from tests.models.variants import int32, relative_error
 
@@ -98,11 +98,11 @@ def _linear_residual(
     bias: Tensor | None,
     x: Tensor,
     norm_weight: Tensor | None,
-    fixed_order: bool,
-    ahead: Tensor | None,
-    squares: bool,
-    y_squares: Tensor | None,
-    eps: float,
+    fixed_order: bool = False,
+    ahead: Tensor | None = None,
+    squares: bool = False,
+    y_squares: Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     x.copy_(gemm.linear_residual_reference(y, weight, bias, x, y_squares, eps))
     results = _norm_inputs(x, norm_weight, squares)
@@ -272,7 +272,26 @@ def _selected_step(*given: object) -> Tensor:
     return y.float()
 
 
-@pytest.mark.parametrize("products", ["library", "linear maps"])
+def _linear_convolve(
+    x: Tensor,
+    squares: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    filter: Tensor,
+    filter_bias: Tensor | None,
+    state: Tensor,
+    slots: Tensor,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    y = _linear_map(x, squares, eps, weight, bias)
+    inputs = y[:, first : first + len(filter)]
+    convolved = conv_step(inputs, filter, filter_bias, state, slots, silu=True)
+    inputs.fill_(torch.nan)  # they are not written
+    return y, convolved
+
+
+@pytest.mark.parametrize("products", ["library", "linear maps", "folded"])
 @pytest.mark.parametrize("name", MAMBAS)
 @torch.no_grad()
 def test_mamba_with_kernels_between_products_computes_what_the_model_does(
@@ -281,6 +300,12 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
     monkeypatch.setattr(state_space_layers, "added_rms_norm_", _added_rms_norm)
     for operator, reference in (("selected_step", _selected_step), ("linear_map", _linear_map)):
         monkeypatch.setattr(selective, operator, reference)
+    for operator, reference in (
+        ("linear_map", _linear_map),
+        ("linear_convolve", _linear_convolve),
+        ("linear_residual_", _linear_residual),
+    ):
+        monkeypatch.setattr(state_space_layers, operator, reference)
     model = build(MAMBAS[name])
     assert selective.refuses_widths(model) is None
     layers: StateSpaceLayers
@@ -294,7 +319,11 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
     assert relative_error(hidden, model.prefill(prompt, bounds, theirs, slots)) < 1e-5
     for _ in range(2):
         tokens = torch.randint(29, (4,), dtype=torch.int32)
-        hidden = layers.step(product, tokens, ours, slots)
+        if products == "folded":
+            assert layers.folds
+            hidden = layers.folded_step(tokens, ours, slots)
+        else:
+            hidden = layers.step(product, tokens, ours, slots)
         assert relative_error(hidden, model.step(tokens, theirs, slots)) < 1e-5
     for state, tensor in theirs.named.items():
         assert relative_error(ours[state], tensor) < 1e-5
