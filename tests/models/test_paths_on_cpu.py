@@ -300,12 +300,9 @@ def test_mamba_with_kernels_between_products_computes_what_the_model_does(
     monkeypatch.setattr(state_space_layers, "added_rms_norm_", _added_rms_norm)
     for operator, reference in (("selected_step", _selected_step), ("linear_map", _linear_map)):
         monkeypatch.setattr(selective, operator, reference)
-    for operator, reference in (
-        ("linear_map", _linear_map),
-        ("linear_convolve", _linear_convolve),
-        ("linear_residual_", _linear_residual),
-    ):
-        monkeypatch.setattr(state_space_layers, operator, reference)
+    monkeypatch.setattr(state_space_layers, "linear_map", _linear_map)
+    monkeypatch.setattr(state_space_layers, "linear_convolve", _linear_convolve)
+    monkeypatch.setattr(state_space_layers, "linear_residual_", _linear_residual)
     model = build(MAMBAS[name])
     assert selective.refuses_widths(model) is None
     layers: StateSpaceLayers
