@@ -107,7 +107,7 @@ def _options() -> argparse.ArgumentParser:
         "--state-dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
-        help="type of the states, as of minserve serve (default: auto)",
+        help="type of the states where it can be chosen, as of minserve serve (default: auto)",
     )
     options.add_argument(
         "--batch", type=_count, nargs="+", help="numbers of sequences that decode together"
@@ -265,6 +265,7 @@ def _each_kind(
     plain: ModelFigures | None = None
     default: ModelFigures | None = None
     hows = (False, True) if args.deterministic else (False,)
+    states = _states(args, one)
     for name, deterministic in itertools.product(args.quantize, hows):
         quantization = None if name == "none" else name
         figures = ModelFigures(
@@ -274,15 +275,13 @@ def _each_kind(
             dtype=dtype,
             quantization=quantization,
             device=device.type,
-            work=work(
-                one.config.with_state_dtype(args.state_dtype), loader.DTYPES[dtype], quantization
-            ),
+            work=work(one.config.with_state_dtype(states), loader.DTYPES[dtype], quantization),
             read_rate=rate,
             step_tokens=0,
             deterministic=deterministic,
         )
-        if args.state_dtype != "auto":
-            figures.remarks.append(f"states in {args.state_dtype}")
+        if states != "auto":
+            figures.remarks.append(f"states in {states}")
         try:
             known = default if deterministic else plain
             _run(args, asked, one, figures, device, next(shares), known)
@@ -292,6 +291,11 @@ def _each_kind(
         plain = plain if quantization or deterministic else figures
         yield figures
         release_memory(device)
+
+
+def _states(args: argparse.Namespace, one: Subject) -> str:
+    """Return the type of the model's states as asked for; "auto" where there is no choice."""
+    return str(args.state_dtype) if hasattr(one.config, "state_dtype") else "auto"
 
 
 def _run(
@@ -321,7 +325,7 @@ def _run(
         host_state_bytes=0,
         threads=args.threads,
         deterministic=figures.deterministic,
-        state_dtype=args.state_dtype,
+        state_dtype=_states(args, one),
     )
     runner = load(config, batches)
     figures.step_tokens = runner.config.max_step_tokens or 1

@@ -170,11 +170,10 @@ def _report_states(rows: Sequence[Row]) -> None:
     exact = rows[0]
     print_table(
         f"{exact.model}, weights {exact.weights}: nats per token by the type of states (change)",
-        ["states", "windows", "carried", "token by token"],
+        ["states", "carried", "token by token"],
         [
             [
                 str(row.states),
-                _change(row.windows, exact.windows),
                 _change(row.carried, exact.carried),
                 _change(cast("float", row.stepped), cast("float", exact.stepped)),
             ]

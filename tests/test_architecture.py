@@ -201,7 +201,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "scan": {"arch", "core", "cells"},
     "conv1d": {"core", "cells"},
     "selective": {"arch", "core", "cells"},
-    "ssd": {"arch", "core", "cells"},
+    "ssd": {"arch", "core", "cells", "selective"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
     "cpu_model": {"core", "cells", "selective", "ssd"},

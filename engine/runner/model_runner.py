@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine import device, ops
-from engine.config import DtypeName, EngineConfig, host_rows
+from engine.config import DtypeName, EngineConfig, check, host_rows
 from engine.errors import DeviceLost
 from engine.models import loader
 from engine.models.backends.selector import select_backend
@@ -143,6 +143,15 @@ class ModelRunner:
             self.config.quantization,
             state_dtype=self.config.state_dtype,
             known_readable=True,
+        )
+        # Such a state is rounded at the end of each part of a prompt, and what is a part depends on
+        # the load.
+        states = getattr(self.model_config, "state_dtype", "float32")
+        check(
+            not self.config.deterministic or states == "float32",
+            "state_dtype",
+            states,
+            '"float32" with deterministic',
         )
         parameters = sum(weight.numel() for weight in model.parameters())
         self.config = with_slots(

@@ -90,6 +90,17 @@ def test_an_engine_keeps_such_states_apart(family: ModuleType, tmp_path: Path) -
     assert narrow.state_bytes < wide.state_bytes == auto.state_bytes
 
 
+def test_deterministic_refuses_states_that_are_rounded_where_a_prompt_is_cut(
+    tmp_path: Path,
+) -> None:
+    folder = str(written(tmp_path, mamba))
+    config = EngineConfig(
+        model=folder, device="cpu", max_slots=2, state_dtype="bfloat16", deterministic=True
+    )
+    with pytest.raises(ConfigError, match=r"state_dtype is 'bfloat16'.*with deterministic"):
+        Engine.load(config)
+
+
 def test_models_without_such_states_refuse_them() -> None:
     with pytest.raises(ConfigError, match=r"state_dtype is 'bfloat16'.*family minrnn"):
         load_model(Path("engine/checkpoints/shakespeare-mingru"), "cpu", state_dtype="bfloat16")
