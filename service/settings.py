@@ -33,7 +33,17 @@ from engine.config import MOST_ENGINES, EngineConfig, StateSync
 PREFIX = "MINSERVE_"
 # MINSERVE_ variables that other code reads: the kernels, builds and docker/compose.yaml.
 OF_OTHERS = frozenset(
-    {"CPU_ISA", "CUDA", "CUDA_ARCHS", "CUDA_OPTIMIZE", "CPUS", "DELAYS", "MEMORY", "PUBLISH"}
+    {
+        "CPU_ISA",
+        "CPU_OPTIMIZE",
+        "CUDA",
+        "CUDA_ARCHS",
+        "CUDA_OPTIMIZE",
+        "CPUS",
+        "DELAYS",
+        "MEMORY",
+        "PUBLISH",
+    }
 )
 
 
