@@ -16,6 +16,23 @@ from engine.ops import cpu_isa
 
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16", "amx"]  # each has all of those before it
 
+# One model of each family, and all others.
+FEW = """(
+    ({"cell": "mingru"}, "bfloat16"),
+    ({"family": "hgrn"}, "int8-bfloat16"),
+    ({"family": "mamba", "state_size": 5}, "float32"),
+    ({"family": "mamba2", "groups": 3}, "int8-bfloat16"),
+)"""
+MANY = """(
+    ({"cell": "minlstm"}, "int8-bfloat16"),
+    ({"cell": "mingru"}, "float32"),
+    ({"family": "hgrn", "conv_kernel": 4}, "bfloat16"),
+    ({"cell": "hgrn"}, "float32"),
+    ({"family": "mamba"}, "bfloat16"),
+    ({"family": "mamba", "selection_norm_eps": 1e-6}, "int8-bfloat16"),
+    ({"family": "mamba2"}, "bfloat16"),
+    ({"family": "mamba2", "state_size": 5}, "float32"),
+)"""
 CHECK = """
 import torch
 from engine.models.backends.cpu import CpuBackend
@@ -25,20 +42,7 @@ from tests.models.test_packed import (
     BF16, FP32, int32, plain_logits, prefilled, quantized, random_tokens, relative_error, stepped,
     wide)
 
-for options, kind in (
-    ({"cell": "mingru"}, "bfloat16"),
-    ({"cell": "minlstm"}, "int8-bfloat16"),
-    ({"cell": "mingru"}, "float32"),
-    ({"family": "hgrn", "conv_kernel": 4}, "bfloat16"),
-    ({"family": "hgrn"}, "int8-bfloat16"),
-    ({"cell": "hgrn"}, "float32"),
-    ({"family": "mamba"}, "bfloat16"),
-    ({"family": "mamba", "selection_norm_eps": 1e-6}, "int8-bfloat16"),
-    ({"family": "mamba", "state_size": 5}, "float32"),
-    ({"family": "mamba2"}, "bfloat16"),
-    ({"family": "mamba2", "groups": 3}, "int8-bfloat16"),
-    ({"family": "mamba2", "state_size": 5}, "float32"),
-):
+for options, kind in %s:
     model = plain = wide(options)
     if kind.endswith("bfloat16"):
         model = plain = model.bfloat16()
@@ -68,15 +72,24 @@ print(cpu_isa())
 
 
 @pytest.mark.parametrize(
-    "isa",
+    ("isa", "models"),
     # The best that a machine has, the other tests run.
-    [ISAS[0], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])],
+    [
+        (ISAS[0], FEW),
+        pytest.param(ISAS[0], MANY, marks=pytest.mark.slow),
+        *(
+            pytest.param(isa, models, marks=pytest.mark.slow)
+            for isa in ISAS[1:]
+            for models in (FEW, MANY)
+        ),
+    ],
+    ids=lambda value: value if value in ISAS else "few" if value == FEW else "many",
 )
-def test_an_instruction_set(isa: str) -> None:
+def test_an_instruction_set(isa: str, models: str) -> None:
     if ISAS.index(isa) > ISAS.index(cpu_isa()):
         pytest.skip(f"this machine has {cpu_isa()}")
     done = subprocess.run(
-        [sys.executable, "-c", CHECK],
+        [sys.executable, "-c", CHECK % models],
         env={**os.environ, "MINSERVE_CPU_ISA": isa}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
