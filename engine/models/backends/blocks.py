@@ -288,22 +288,9 @@ def is_selective(program: ModelProgram) -> bool:
 
 def compile_selective(program: ModelProgram) -> list[SelectiveBlock]:
     """Return the model's layers as selective blocks; they must be such (see `refusal`)."""
-    return [_selective_block(layer) for layer in program.layers]
-
-
-def _selective_block(layer: LayerProgram) -> SelectiveBlock:
-    reader = _Reader(layer)
-    block = SelectiveBlock(
-        reader.take(Norm).module,
-        reader.take(Linear).module,
-        reader.take(Conv),
-        reader.take(SelectiveRecurrence),
-        reader.take(Linear).module,
-    )
-    reader.take(Residual)
-    if reader.stages:
-        raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
-    return block
+    return [
+        SelectiveBlock(*_state_space_parts(layer, SelectiveRecurrence)) for layer in program.layers
+    ]
 
 
 def is_ssd(program: ModelProgram) -> bool:
@@ -313,22 +300,25 @@ def is_ssd(program: ModelProgram) -> bool:
 
 def compile_ssd(program: ModelProgram) -> list[SsdBlock]:
     """Return the model's layers as SSD blocks; they must be such (see `refusal`)."""
-    return [_ssd_block(layer) for layer in program.layers]
+    return [SsdBlock(*_state_space_parts(layer, SsdRecurrence)) for layer in program.layers]
 
 
-def _ssd_block(layer: LayerProgram) -> SsdBlock:
+def _state_space_parts(
+    layer: LayerProgram, recurrence: type[_S]
+) -> tuple[nn.RMSNorm, nn.Linear | QuantLinear, Conv, _S, nn.Linear | QuantLinear]:
+    """Return the parts of a layer of Mamba or Mamba-2 with such a recurrence."""
     reader = _Reader(layer)
-    block = SsdBlock(
+    parts = (
         reader.take(Norm).module,
         reader.take(Linear).module,
         reader.take(Conv),
-        reader.take(SsdRecurrence),
+        reader.take(recurrence),
         reader.take(Linear).module,
     )
     reader.take(Residual)
     if reader.stages:
         raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
-    return block
+    return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
