@@ -54,7 +54,7 @@ NAME = "cublas"
 NAME_ON_HOPPER = "linear maps"
 SUPPORT = Support(cells=("mamba", "mamba2"))
 _STATES = 16
-_WIDTHS = f"d_model, inner and dt_rank multiples of 8, {_STATES} states"
+WIDTHS = f"d_model, inner and dt_rank multiples of 8, {_STATES} states"
 _SUMS = "deterministic is set, but its sums depend on the number of rows"
 # If nothing was timed, larger steps and prompts use products of the library, as in cublas.py.
 _MOST_TOKENS = 192
@@ -83,7 +83,7 @@ def refuses_widths(model: LanguageModel) -> str | None:
     inner, rank = block.recurrence.dt.weight.shape
     fits = not any(width % 8 for width in (model.config.d_model, inner, rank))
     if not fits or block.recurrence.A.shape[1] != _STATES:
-        return f"widths do not meet: {_WIDTHS}"
+        return f"widths do not meet: {WIDTHS}"
     return None
 
 

@@ -22,8 +22,16 @@ from torch import Tensor
 from engine.backend_info import BackendInfo
 from engine.device import available_memory
 from engine.errors import ConfigError
-from engine.models.backends import cpu, eager, fused_gemm, hopper, persistent_decode, selective
-from engine.models.backends.blocks import compile_blocks
+from engine.models.backends import (
+    cpu,
+    eager,
+    fused_gemm,
+    hopper,
+    persistent_decode,
+    selective,
+    ssd_layers,
+)
+from engine.models.backends.blocks import compile_blocks, is_ssd
 from engine.models.backends.cpu import CpuBackend
 from engine.models.backends.dispatch import PathBackend
 from engine.models.backends.eager import EagerBackend
@@ -229,10 +237,17 @@ def _eager(
         raise ConfigError(
             f"deterministic is not possible for this model and device: {reason}; allowed: "
             "float32, bfloat16 or int8 weights on a CPU, or unquantised bfloat16 weights on a "
-            f"Hopper GPU with kernels built for it (90a), {fused_gemm.WIDTHS}",
+            f"Hopper GPU with kernels built for it (90a), {_widths(model)}",
             param="deterministic",
         )
     return EagerBackend(model, tuning=tuning)
+
+
+def _widths(model: LanguageModel) -> str:
+    """Return what the kernels ask of the widths of such a model."""
+    if model.config.cell not in selective.SUPPORT.cells:
+        return fused_gemm.WIDTHS
+    return ssd_layers.WIDTHS if is_ssd(model.program()) else selective.WIDTHS
 
 
 def _would_gain_by_a_copy(model: LanguageModel, device: torch.device) -> bool:
