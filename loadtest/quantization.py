@@ -57,10 +57,18 @@ class Row:
 
 
 def measure(
-    folder: Path, name: str, ids: Tensor, kind: Quantization | None, dtype: DtypeName
+    folder: Path,
+    name: str,
+    ids: Tensor,
+    kind: Quantization | None,
+    dtype: DtypeName,
+    states: str = "auto",
 ) -> Row:
-    """Measure a model; `ids` [tokens] is the test text, on the device that computes."""
-    model, _ = load_model(folder, ids.device, dtype, kind)
+    """Measure a model; `ids` [tokens] is the test text, on the device that computes.
+
+    With a type of `states` given, also token by token.
+    """
+    model, _ = load_model(folder, ids.device, dtype, kind, state_dtype=states)
     errors = (None, None) if kind is None else _weight_errors(folder, model, kind)
     return Row(
         model=name,
@@ -71,35 +79,9 @@ def measure(
         carried=carried_loss(model, ids).per_token,
         error=errors[0],
         plain_error=errors[1],
+        states=None if states == "auto" else states,
+        stepped=None if states == "auto" else stepped_loss(model, ids),
     )
-
-
-def measure_states(folder: Path, name: str, ids: Tensor, dtype: DtypeName) -> list[Row]:
-    """Measure a model of weights `dtype` with states in fp32 and in bfloat16.
-
-    Returns nothing if its states have one type.
-    """
-    if not hasattr(load_config(folder), "state_dtype"):
-        return []
-    rows = []
-    for states in ("float32", "bfloat16"):
-        model, _ = load_model(folder, ids.device, dtype, state_dtype=states)
-        window, batch = Recipe.window, Recipe.batch
-        rows.append(
-            Row(
-                model=name,
-                weights=dtype,
-                activations=dtype,
-                bytes=sum(tensor.nbytes for tensor in model.state_dict().values()),
-                windows=windows_loss(model, ids, window=window, batch=batch).per_token,
-                carried=carried_loss(model, ids).per_token,
-                error=None,
-                plain_error=None,
-                states=states,
-                stepped=stepped_loss(model, ids),
-            )
-        )
-    return rows
 
 
 @torch.no_grad()
@@ -215,10 +197,13 @@ def main(argv: list[str] | None = None) -> int:
             worst = max(worst, *(abs(change) for change in changes))
             found.append(row)
         _report(found)
-        states = measure_states(folder, name, ids, chosen)
-        if states:
-            _report_states(states)
-        rows += found + states
+        rows += found
+        if hasattr(load_config(folder), "state_dtype"):
+            both = [
+                measure(folder, name, ids, None, chosen, one) for one in ("float32", "bfloat16")
+            ]
+            _report_states(both)
+            rows += both
     print(f"largest change by quantisation: {worst:.4f} nats per token (allowed: {ALLOWED})")
     save_json(args.json, {"device": str(device), "rows": [asdict(row) for row in rows]})
     return 0 if worst < ALLOWED else 1

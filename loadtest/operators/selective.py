@@ -19,7 +19,8 @@ from engine.ops import selective_scan, selective_step
 from engine.ops.selective import composed_scan, composed_step
 from loadtest.operators.exact import channel_sample, exact_scan, relative_error, unpack
 from loadtest.operators.limits import Limits
-from loadtest.operators.rows import Row, dtype_name, reported
+from loadtest.operators.recurrences import measure_recurrence
+from loadtest.operators.rows import Row
 from loadtest.operators.shapes import ScanShape
 from loadtest.timing import graph_seconds_per_call, rotation, seconds_per_call
 
@@ -77,20 +78,12 @@ def measure_selective(
     limits: Limits,
 ) -> list[Row]:
     """Return one row per type and shape, scans before steps."""
-    rows = []
-    for dtype in dtypes:
-        name = dtype_name(dtype)
-        for shape in scans:
-            size = traffic(shape.tokens, len(shape.lengths), shape.channels, dtype.itemsize)
-            rows.append(Row("selective", "selective_scan", shape.label, name, size))
-            with reported(rows[-1], limits.device):
-                _fill_scan(rows[-1], shape, dtype, limits)
-        for batch, width in steps:
-            size = traffic(batch, batch, width, dtype.itemsize)
-            rows.append(Row("selective", "selective_step", f"{batch}x{width}", name, size))
-            with reported(rows[-1], limits.device):
-                _fill_step(rows[-1], (batch, width), dtype, limits)
-    return rows
+    return measure_recurrence(
+        *("selective", scans, steps, dtypes, limits),
+        traffic=traffic,
+        fill_scan=_fill_scan,
+        fill_step=_fill_step,
+    )
 
 
 def _fill_scan(row: Row, shape: ScanShape, dtype: torch.dtype, limits: Limits) -> None:

@@ -17,7 +17,8 @@ from engine.ops import ssd_scan, ssd_step
 from engine.ops.ssd import composed_scan, composed_step
 from loadtest.operators.exact import relative_error
 from loadtest.operators.limits import Limits
-from loadtest.operators.rows import Row, dtype_name, reported
+from loadtest.operators.recurrences import measure_recurrence
+from loadtest.operators.rows import Row
 from loadtest.operators.shapes import ScanShape
 from loadtest.timing import graph_seconds_per_call, rotation, seconds_per_call
 
@@ -67,20 +68,12 @@ def measure_ssd(
     limits: Limits,
 ) -> list[Row]:
     """Return one row per type and shape, scans before steps."""
-    rows = []
-    for dtype in dtypes:
-        name = dtype_name(dtype)
-        for shape in scans:
-            size = traffic(shape.tokens, len(shape.lengths), shape.channels, dtype.itemsize)
-            rows.append(Row("ssd", "ssd_scan", shape.label, name, size))
-            with reported(rows[-1], limits.device):
-                _fill_scan(rows[-1], shape, dtype, limits)
-        for batch, width in steps:
-            size = traffic(batch, batch, width, dtype.itemsize)
-            rows.append(Row("ssd", "ssd_step", f"{batch}x{width}", name, size))
-            with reported(rows[-1], limits.device):
-                _fill_step(rows[-1], (batch, width), dtype, limits)
-    return rows
+    return measure_recurrence(
+        *("ssd", scans, steps, dtypes, limits),
+        traffic=traffic,
+        fill_scan=_fill_scan,
+        fill_step=_fill_step,
+    )
 
 
 def _fill_scan(row: Row, shape: ScanShape, dtype: torch.dtype, limits: Limits) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -122,15 +122,18 @@ class Fla:
 
 
 class Mamba:
-    """mamba_ssm on a GPU, llama.cpp on a CPU, without them transformers, with the same weights."""
+    """mamba_ssm on a GPU, llama.cpp on a CPU, without them transformers, with the same weights.
+
+    Of Mamba-2 mamba_ssm alone.
+    """
 
     decodes = True
 
-    def __init__(self, model: MambaLM) -> None:
-        self._given = model
+    def __init__(self, model: MambaLM | Mamba2LM) -> None:
+        self._given: Any = model
         self._kind: type[MambaSsm | LlamaCpp | TransformersMamba] = TransformersMamba
         on_gpu = model.norm.weight.device.type == "cuda"
-        if on_gpu and importlib.util.find_spec("mamba_ssm"):
+        if isinstance(model, Mamba2LM) or (on_gpu and importlib.util.find_spec("mamba_ssm")):
             self._kind = MambaSsm
         elif not on_gpu and importlib.util.find_spec("llama_cpp"):
             self._kind = LlamaCpp
@@ -149,32 +152,10 @@ class Mamba:
         return self._model.step(batch, device)
 
 
-class Mamba2:
-    """mamba_ssm on a GPU, with the same weights."""
-
-    name = MambaSsm.name
-    decodes = True
-
-    def __init__(self, model: Mamba2LM) -> None:
-        self._given = model
-
-    @cached_property
-    def _model(self) -> MambaSsm:
-        return MambaSsm(self._given)
-
-    def prompt(self, tokens: Tensor) -> Tensor:
-        """Read a prompt [tokens]; return the logits [vocab] of its last token."""
-        return self._model.prompt(tokens)
-
-    def step(self, batch: int, device: torch.device) -> Callable[[], Tensor]:
-        """Return a function that decodes one token of `batch` sequences."""
-        return self._model.step(batch, device)
-
-
 def package_peer(model: LanguageModel) -> PackagePeer | None:
     """Return the package that publishes models of this family, if it is a peer."""
     if isinstance(model, Mamba2LM):
-        return Mamba2(model) if model.norm.weight.is_cuda else None
+        return Mamba(model) if model.norm.weight.is_cuda else None
     if isinstance(model, MambaLM):
         return Mamba(model)
     if isinstance(model, HgrnLM):
