@@ -11,7 +11,10 @@
     │   ├── StateMismatch    the snapshot belongs to another model
     │   ├── StateMalformed   the snapshot is damaged, or is no snapshot
     │   ├── StateQuota       no room for another state
-    │   └── StateNotStored   the state folder could not be written, or a file not removed
+    │   ├── StateNotStored   the state could not be written to where it lasts
+    │   ├── StateConflict    another server has continued the text in the meantime
+    │   ├── TurnDone         the request's turn has been carried out before
+    │   └── TurnAhead        turns before the request's own have not been carried out
     ├── ReaderBehind         the client reads its stream too slowly
     ├── TimedOut             the request's timeout passed before it had a usable result
     ├── Refused              not accepted now; a later try may succeed
@@ -19,6 +22,7 @@
     │   │   └── ShareFull    this owner has used up its share of the queue
     │   ├── ReloadUnderWay   another reload is running
     │   └── Draining         the server is shutting down
+    ├── StoreUnavailable     the shared store of states does not answer
     └── EngineUnavailable    the engine cannot answer
         ├── EngineLoading    the model is still loading
         ├── EngineDead       the engine process has ended
@@ -129,6 +133,30 @@ class StateNotStored(StateError):
     """
 
     code = "state_not_stored"
+
+
+class StateConflict(StateError):
+    """The state was not stored, because another server has continued the text in the meantime."""
+
+    code = "state_conflict"
+
+
+class TurnDone(StateError):
+    """The request's turn is in the state already; nothing was done."""
+
+    code = "turn_done"
+
+
+class TurnAhead(StateError):
+    """The request's turn is not the state's next one: turns between them are missing."""
+
+    code = "turn_ahead"
+
+
+class StoreUnavailable(EngineError):
+    """The shared store of states does not answer, or answers nonsense; nothing was done."""
+
+    code = "state_store_unavailable"
 
 
 class ReaderBehind(EngineError):

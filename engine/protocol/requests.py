@@ -56,12 +56,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     state: str = ""
     state_optional: bool = False  # if there is no such state, start a new text instead of failing
     keep: KeepState | None = None
+    # The number of this turn, from 1 on, in the text that the prompt continues; the request fails if
+    # that text has not had exactly the turns before it. 0: not checked.
+    turn: int = 0
     # Prompt lengths after which to cache a state. Some are always cached: at the end of the prompt,
     # at the end of the answer, and where the prompt diverges from what was read before.
     cache_points: tuple[int, ...] = ()
+    no_cache: bool = False  # read nothing from the prefix cache, and leave nothing in it
     cache_salt: str = ""  # cached states are shared only among requests of the same owner and salt
     # The tenant. States are visible only to their owner, and owners get equal shares of the queue.
     owner: str = ""
+    # Requests with the same text here go to the same engine where possible; "": no preference.
+    placement: str = ""
     priority: int = 0  # LEAST_PRIORITY to MOST_PRIORITY; lower numbers get a slot first
     timeout: float | None = None  # seconds from arrival; then it ends with finish_reason "timeout"
     run_on: int = 0  # part of max_tokens that should not be needed, and is not charged in advance

@@ -10,7 +10,7 @@ from engine.protocol.failed import Failed
 
 # The class StateCall describes each action.
 StateAction = Literal["get", "fork", "move", "delete", "list", "export", "import"]
-Tier = Literal["device", "host", "disk"]
+Tier = Literal["device", "host", "disk", "store"]
 
 
 class StateCall(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -54,8 +54,9 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     expires: float  # unless it is used before
     recent: list[int] = []  # the last tokens, up to four, in case the text ends within a character
     busy: bool = False  # a running request is going to replace it
-    # Whether it is in the state folder and survives a restart; None: there is no such folder.
+    # Whether it is in the state folder or the shared store and survives a restart; None: there is neither.
     stored: bool | None = None
+    turns: int = 0  # how many requests have made its text
 
 
 class StateReply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -29,12 +29,16 @@ from engine.errors import (
     Refused,
     ReloadUnderWay,
     StateBusy,
+    StateConflict,
     StateError,
     StateNotFound,
     StateNotStored,
     StateQuota,
     StepFailed,
+    StoreUnavailable,
     TimedOut,
+    TurnAhead,
+    TurnDone,
 )
 from service.http.connection import Connection, begin
 from service.http.json_response import JSONResponse
@@ -53,6 +57,9 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     InvalidRequest: (400, INVALID),
     StateNotFound: (404, INVALID),
     StateBusy: (409, INVALID),
+    StateConflict: (409, INVALID),
+    TurnAhead: (409, INVALID),
+    TurnDone: (409, INVALID),
     StateQuota: (429, RATE_LIMIT),
     StateNotStored: (507, SERVER),
     StateError: (400, INVALID),
@@ -63,6 +70,7 @@ ENGINE_ERRORS: dict[type[EngineError], tuple[int, str]] = {
     Draining: (503, UNAVAILABLE),
     Refused: (503, UNAVAILABLE),
     StepFailed: (500, SERVER),
+    StoreUnavailable: (503, UNAVAILABLE),
     EngineUnavailable: (503, UNAVAILABLE),  # EngineLoading and EngineDead, too
     EngineError: (500, SERVER),
 }
@@ -110,12 +118,15 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """Return the ApiError for an engine error; with Retry-After for 429 and 503."""
+    """Return the ApiError for an engine error.
+
+    It has Retry-After for 429 and 503, and wherever the error says when to retry.
+    """
     status, kind = next(
         ENGINE_ERRORS[base] for base in type(error).__mro__ if base in ENGINE_ERRORS
     )
     headers = None
-    if status in (429, 503):
+    if status in (429, 503) or error.retry_after is not None:
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after or 1.0)))}
     return ApiError(
         status, error.message, type=kind, param=error.param, code=error.code, headers=headers
