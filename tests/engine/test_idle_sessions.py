@@ -76,8 +76,10 @@ def tensor_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for one in gc.get_objects():
-        # other tests of the process may have left tensors without memory of one piece: sparse, on meta
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and (one.layout, one.device.type) == (torch.strided, "cpu"):
+        if type(one) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        # other tests of the process may have left sparse tensors, or tensors on the meta device
+        if (one.layout, one.device.type) == (torch.strided, "cpu"):
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
