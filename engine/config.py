@@ -236,6 +236,9 @@ class EngineConfig:
     host_state_bytes: int | None = None
     # Folder for files of kept states, which then survive a restart; None = memory only.
     state_folder: str | None = None
+    # URL of the store of kept states that several servers share (engine/cache/shared/redis_url.py),
+    # in place of a folder of this server; it may contain a password. None = no such store.
+    state_store: str | None = dataclasses.field(default=None, repr=False)
     # When a state counts as stored: once its file is written ("write") or synced ("fsync").
     state_sync: str = "write"
     # the most bytes of state files; 0 = no files, states stay in memory
@@ -334,6 +337,12 @@ class EngineConfig:
             "state_folder",
             self.state_folder,
             "a folder",
+        )
+        check(
+            self.state_store is None or self.state_folder is None,
+            "state_folder",
+            self.state_folder,
+            "none with a state_store, which has the kept states",
         )
         check(
             self.state_sync in get_args(StateSync),

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.cache.cache_config import CacheConfig
+from engine.cache.shared.client import SharedStates
+from engine.cache.shared.connect import open_shared_store
 from engine.cache.state_calls import StateCallHandler
 from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage.snapshot import StateLayout
@@ -117,8 +119,14 @@ class Engine:
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
         home, variant = StatePlacement(config.rank, config.engines), _variant(info)
-        file_store = None
-        if config.state_folder is not None:
+        file_store = shared = None
+        layout = StateLayout(info.fingerprint, info.vocab_size, info.state, info.d_model)
+        if config.state_store is not None:
+            sync = config.state_sync == "fsync"
+            store = open_shared_store(config.state_store, info.fingerprint, sync)
+            shared = SharedStates(store, layout)
+            shared.warn()
+        elif config.state_folder is not None:
             folder, sync = Path(config.state_folder), config.state_sync == "fsync"
             file_store = open_file_store(folder, info.fingerprint, variant, home, sync)
         cache = StateCacheManager(
@@ -126,7 +134,7 @@ class Engine:
                 device_rows=share_slots,
                 first_row=slots,
                 host_rows=host_rows(config, state_bytes=info.state_bytes, d_model=info.d_model),
-                layout=StateLayout(info.fingerprint, info.vocab_size, info.state, info.d_model),
+                layout=layout,
                 with_whole_chunks=config.deterministic,
                 ttl=config.state_ttl,
                 most_states=config.max_states,
@@ -136,6 +144,7 @@ class Engine:
                 placement=home,
             ),
             file_store,
+            shared=shared,
         )
         self._cache = cache
         self._state_calls = StateCallHandler(cache)

@@ -133,11 +133,13 @@ class FinishedStates:
         latest += answered.request.prompt[-MOST_RECENT * ID_BYTES :]
         latest += pack_ids(answer[-MOST_RECENT:])
         recent = tuple(unpack_ids(latest[-MOST_RECENT * ID_BYTES :]))
+        turns = 1 + (0 if source is None else source.turns)
         if answer:
             self._tiers.copy_into(target, sequence.slot, tokens - 1)
-            return ResumePoint(target, pack_ids(answer[-1:]), tokens, True, recent)
+            return ResumePoint(target, pack_ids(answer[-1:]), tokens, True, recent, turns)
         drawn = source is not None and source.drawn and not answered.request.prompt
-        return ResumePoint(target, answered.text[own.base * ID_BYTES :], tokens, drawn, recent)
+        tail = answered.text[own.base * ID_BYTES :]
+        return ResumePoint(target, tail, tokens, drawn, recent, turns)
 
     def _on_exported(self, pending: PendingFinish, content: bytes | None) -> None:
         if content is None:

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.cache.storage.file_store import StateFileStore
-from engine.cache.storage.named_state_file import name_of
-from engine.cache.storage.snapshot import StateLayout
+from engine.cache.storage.state_store import StateStore
 from engine.errors import StateBusy
 
 Key = tuple[str, str]  # (owner, id)
 
 
 class NameLocks:
-    """The locked names. Without a file store there are no other engines to exclude."""
+    """The locked names. Without a store there are no other engines to exclude."""
 
     def __init__(
         self,
-        file_store: StateFileStore | None,
-        layout: StateLayout,
+        store: StateStore | None,
         is_changing: Callable[[Key], bool],
     ) -> None:
         """Create without locks; `is_changing` says whether this engine has a file in progress."""
-        self._file_store = file_store
-        self._layout = layout
+        self._store = store
         self._is_changing = is_changing
         self._reserved: set[Key] = set()
 
@@ -37,8 +33,8 @@ class NameLocks:
     def acquire(self, key: Key, param: str) -> None:
         """Lock the name until `release_if_idle`. Raises StateBusy if it is locked."""
         busy = key in self._reserved
-        if not busy and self._file_store is not None:
-            busy = not self._file_store.lock.acquire(name_of(*key, self._layout))
+        if not busy and self._store is not None:
+            busy = not self._store.lock_file(self._store.file_of(*key))
         if busy:
             raise StateBusy(f"state {key[1]!r} is being replaced by another request", param=param)
 
@@ -52,6 +48,6 @@ class NameLocks:
 
     def release_if_idle(self, key: Key) -> None:
         """Release the lock, unless a request has reserved it or its file is still changing."""
-        if self._file_store is None or self._is_changing(key) or key in self._reserved:
+        if self._store is None or self._is_changing(key) or key in self._reserved:
             return
-        self._file_store.lock.release(name_of(*key, self._layout))
+        self._store.unlock_file(self._store.file_of(*key))

@@ -25,12 +25,19 @@ they were read from or written to, which every look-up checks by the file's tag.
 not be written, the former state's file stays and is known by its own tag.) Nothing expires on disk
 meanwhile, since each engine knows only its own uses. An engine that is alone again compares the
 folder with its names.
+
+With a store that servers share (`shared.client`) it is so at all times. A name is then fetched
+before a request uses it, `on_found` brings what is remembered up to date, and the store's lock is
+held for as long as the name is locked here. What is remembered is a copy, which saves reading the
+state again: it expires here and in the store by itself. A state that the store could not take is
+kept in memory, with the tag of the version from which it went on. It counts until another server
+stores a later one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 
 from msgspec.structs import replace
@@ -39,9 +46,13 @@ from engine.cache.cache_config import CacheConfig
 from engine.cache.name_index import NameIndex
 from engine.cache.name_locks import Key, NameLocks
 from engine.cache.resume_point import NamedState, ResumePoint
+from engine.cache.shared.client import Found, Want
+from engine.cache.shared.store import ABSENT
 from engine.cache.storage import snapshot
 from engine.cache.storage.file_store import StateFileStore, Unsynced, tag_of
-from engine.cache.storage.named_state_file import check_id, entries, name_of, parse
+from engine.cache.storage.named_state_file import check_id, entries, parse
+from engine.cache.storage.snapshot import Snapshot
+from engine.cache.storage.state_store import StateStore
 from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import OnStored, PendingStore, StoreResult, StoreWaiters, Waiter
 from engine.cache.tiered_store import CachedState, TieredStateStore
@@ -49,6 +60,7 @@ from engine.cache.transfer import MORE_BYTES, StateTransfer
 from engine.errors import (
     ConfigError,
     EngineError,
+    StateConflict,
     StateNotFound,
     StateNotStored,
     StateQuota,
@@ -61,6 +73,7 @@ log = logging.getLogger(__name__)
 
 MOST_PENDING = 1024  # most reads and writes that may wait for the disk
 ASK_SECONDS = 1.0  # between two checks for other engines, each of which may ask another machine
+SPARE_NAMES = 1024  # names without rows that are always remembered, with a shared store
 USES_TOLD = 8  # how many times within its lifetime a used state's file time is updated
 
 
@@ -75,10 +88,10 @@ class NamedStates:
         config: CacheConfig,
         tiers: TieredStateStore,
         transfer: StateTransfer,
-        file_store: StateFileStore | None,
+        store: StateStore | None,
         clock: Callable[[], float],
     ) -> None:
-        """Load the names from the folder of `file_store`.
+        """Load the names from `store`, if it is a folder.
 
         `clock` returns the time of day in seconds. Raises ConfigError if the folder cannot be
         listed.
@@ -87,20 +100,22 @@ class NamedStates:
         self._layout = config.layout
         self._tiers = tiers
         self._transfer = transfer
-        self._file_store = file_store
+        self._store = store
+        # The same, if it is a folder, whose files other engines change only during a reload.
+        self._file_store = store if isinstance(store, StateFileStore) else None
         self._clock = clock
         self._index = NameIndex()
-        self.locks = NameLocks(file_store, config.layout, self._is_changing)
+        self.locks = NameLocks(store, self._is_changing)
         self.waiters = StoreWaiters()
         self.store_errors = 0  # files that could not be written or removed
         self.files = 0  # number of files of named states
         self._new: set[Key] = set()  # reserved names that did not exist
         self._new_of: dict[str, int] = {}  # number of these, by owner
-        self._alone = True  # no other engine used the folder at the last check
+        self._alone = store is None or not store.shared  # nobody else did at the last check
         self._asked = clock()
-        if file_store is not None:
-            self._alone = file_store.lock.alone
-            self._reconcile(file_store)
+        if self._file_store is not None:
+            self._alone = self._file_store.alone
+            self._reconcile(self._file_store)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -159,6 +174,7 @@ class NamedStates:
             recent=list(named.point.recent),
             busy=named.key in self.locks,
             stored=bool(named.tag) if self._writes_files else None,
+            turns=named.point.turns,
         )
 
     def check_quota(self, owner: str, id: str) -> None:
@@ -194,7 +210,8 @@ class NamedStates:
         self._refresh(key)
         if key not in self._index:
             count = self._index.count(owner) + self._new_of.get(owner, 0)
-            if count >= most + leaving:
+            # what a shared store has was counted there
+            if count >= most + leaving and not self._is_shared:
                 self.locks.release_if_idle(key)
                 raise StateQuota(f"{count} states are kept already; allowed: up to {most}")
             self._new_of[owner] = self._new_of.get(owner, 0) + 1
@@ -237,19 +254,23 @@ class NamedStates:
         named = NamedState(owner, id, point, now, ttl, now + ttl)
         self._tiers.add_name(point.state)
         pending = PendingStore(then, key, due, named=named, must_last=must_last)
-        file_store = self._file_store
-        if file_store is None or not self._config.disk_bytes:
+        store = self._store
+        if store is None or not self._writes_files:
             self._place(pending)
-            if file_store is not None:  # a file of a former state, from when files were written
-                self._delete_file(file_store, named.key)
+            if store is not None:  # a file of a former state, from when files were written
+                self._delete_file(store, named.key)
             then(self.info(named))
             return
-        if not wait and file_store.lock.alone:
+        if not wait and store.shared:  # nobody else will use it
+            self._place(pending)
+            then(self.info(named))
+            return
+        if not wait and store.alone:
             self._place(pending)
             then(self.info(named))
         else:
             self.waiters.add(pending)
-        self._export(pending, file_store)
+        self._export(pending, store)
 
     def stop_waiting(self, waiters: list[Waiter], why: str) -> None:
         """Report to these waiters that the outcome is unknown; the disk operations continue."""
@@ -318,7 +339,7 @@ class NamedStates:
     def remove_lost(self, lost: set[CachedState]) -> None:
         """Remove the names of states that were lost."""
         for named in [one for one in self._index.all() if one.point.state in lost]:
-            self._remove(named.key, with_file=True)
+            self._remove(named.key, with_file=not self._is_shared)
 
     def expire(self) -> None:
         """Remove expired states, except those that a request is about to replace."""
@@ -335,52 +356,53 @@ class NamedStates:
 
     # The steps of a pending store, in the order in which they run.
 
-    def _export(self, pending: PendingStore, file_store: StateFileStore) -> None:
+    def _export(self, pending: PendingStore, store: StateStore) -> None:
         named = pending.named
         former = self._index.get(named.key)
         replaces = former is not None and bool(former.file or former.former_tag)
-        if (self.files + 1 - replaces) * self._layout.most_bytes > self._config.disk_bytes:
+        needed = (self.files + 1 - replaces) * self._layout.most_bytes
+        if needed > self._config.disk_bytes and not store.shared:
             log.warning("disk_state_bytes are used up: state %r is not written", named.id)
-            self._fail(pending, file_store, "disk_state_bytes are used up")
+            self._fail(pending, store, "disk_state_bytes are used up")
             return
         named.file, named.writing = self._file(named.key), True
         self.files += 1
-        then = partial(self._on_exported, pending, file_store)
+        then = partial(self._on_exported, pending, store)
         self._transfer.export(named.point.state, then)
 
-    def _on_exported(
-        self, pending: PendingStore, file_store: StateFileStore, content: bytes | None
-    ) -> None:
+    def _on_exported(self, pending: PendingStore, store: StateStore, content: bytes | None) -> None:
         named = pending.named
         if self._is_gone(pending):
-            self._fail(pending, file_store, "it has been replaced or deleted")
+            self._fail(pending, store, "it has been replaced or deleted")
             return
         if content is None:
-            self._fail(pending, file_store, "the round that exported it failed")
+            self._fail(pending, store, "the round that exported it failed")
             return
-        if file_store.pending >= MOST_PENDING:
-            log.warning("the disk is too slow: state %r is not written", named.id)
-            self._fail(pending, file_store, "too many writes are waiting for the disk")
+        if store.pending >= MOST_PENDING:
+            log.warning("the state store is too slow: state %r is not written", named.id)
+            self._fail(pending, store, "too many writes are waiting for the state store")
             return
         serialize = partial(self._serialize, pending, content)
-        done = partial(self._on_written, pending, file_store)
-        file_store.write(named.file, serialize, done, lasting=True)
+        done = partial(self._on_written, pending, store)
+        store.write(named.file, serialize, done, lasting=True)
 
     def _serialize(self, pending: PendingStore, content: bytes) -> bytes:
         """Make the file's content, on a worker thread."""
         named = pending.named
-        extra = entries(named.owner, named.id, named.ttl, named.created)
+        assert self._store is not None
+        owner = self._store.owner_in_file(named.owner, named.id)
+        extra = entries(owner, named.id, named.ttl, named.created)
         found = named.point.snapshot(content, extra)
         pending.digest = found.digest
         return snapshot.write(found, self._layout)
 
-    def _on_written(
-        self, pending: PendingStore, file_store: StateFileStore, result: Result
-    ) -> None:
+    def _on_written(self, pending: PendingStore, store: StateStore, result: Result) -> None:
         if isinstance(result, bytes | Unsynced):
             self._finish(pending, result)
+        elif isinstance(result, StateConflict):
+            self._lose(pending, result)
         else:
-            self._fail(pending, file_store, reason_of(result))
+            self._fail(pending, store, reason_of(result))
 
     def _finish(self, pending: PendingStore, result: bytes | Unsynced) -> None:
         """Complete a store whose file was written; it may have been replaced since."""
@@ -399,7 +421,20 @@ class NamedStates:
         else:
             self.waiters.tell(pending, replace(self.info(named), stored=True))
 
-    def _fail(self, pending: PendingStore, file_store: StateFileStore, reason: str) -> None:
+    def _lose(self, pending: PendingStore, error: StateConflict) -> None:
+        """Complete a store that another server has overtaken; what it has stored counts."""
+        named = pending.named
+        if not pending.placed:
+            self._unreserve(named.key)
+            self._tiers.remove_name(named.point.state)
+            self.files -= bool(named.file)
+        elif not self._is_gone(pending):
+            self._remove(named.key)
+        self.store_errors += 1
+        self.locks.release_if_idle(named.key)
+        self.waiters.tell(pending, error)
+
+    def _fail(self, pending: PendingStore, store: StateStore, reason: str) -> None:
         """Complete a store whose file could not be written."""
         named = pending.named
         state, key = named.point.state, named.key
@@ -416,7 +451,7 @@ class NamedStates:
         elif not gone:
             if not pending.placed:
                 self._place(pending)
-            named.former_tag = file_store.tag(self._file(key))
+            named.former_tag = store.tag(self._file(key))
             self.files += bool(named.former_tag)
         self.locks.release_if_idle(key)
         if lost:
@@ -446,7 +481,11 @@ class NamedStates:
 
     @property
     def _writes_files(self) -> bool:
-        return self._file_store is not None and self._config.disk_bytes > 0
+        return self._store is not None and (self._store.shared or self._config.disk_bytes > 0)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._store is not None and self._store.shared
 
     def _unreserve(self, key: Key) -> None:
         owner, _ = key
@@ -465,32 +504,28 @@ class NamedStates:
                 self.waiters.tell(waiter, None)
             return
         state = named.point.state
-        has_file = bool(named.file or named.former_tag) and self._file_store is not None
+        has_file = bool(named.file or named.former_tag) and self._store is not None
         if has_file:
             self.files -= 1
             self._tiers.remove_file(state, named.file)
-        if has_file and with_file and self._file_store is not None:
-            self._delete_file(self._file_store, key, waiter)
+        if has_file and with_file and self._store is not None:
+            self._delete_file(self._store, key, waiter)
         elif waiter is not None:
             self.waiters.tell(waiter, None)
         self._tiers.remove_name(state)
 
-    def _delete_file(
-        self, file_store: StateFileStore, key: Key, waiter: Waiter | None = None
-    ) -> None:
-        file_store.delete(self._file(key), partial(self._on_deleted, file_store, key, waiter))
+    def _delete_file(self, store: StateStore, key: Key, waiter: Waiter | None = None) -> None:
+        store.delete(self._file(key), partial(self._on_deleted, key, waiter))
 
-    def _on_deleted(
-        self, file_store: StateFileStore, key: Key, waiter: Waiter | None, result: Result
-    ) -> None:
+    def _on_deleted(self, key: Key, waiter: Waiter | None, result: Result) -> None:
         error = None
         if not isinstance(result, bytes):
             self.store_errors += 1
             error = StateNotStored(
                 f"the state's file cannot be removed: {reason_of(result)}; the state is kept"
             )
-            if waiter is not None and key not in self.locks:
-                self._adopt(file_store, self._file(key))  # so that deleting can be tried again
+            if waiter is not None and key not in self.locks and self._file_store is not None:
+                self._adopt(self._file_store, self._file(key))  # so that deleting can be tried again
         self.locks.release_if_idle(key)
         if waiter is not None:
             self.waiters.tell(waiter, error)
@@ -498,11 +533,11 @@ class NamedStates:
     def _note_use(self, named: NamedState, now: float) -> None:
         """Update the file's time, from which an engine that adopts it computes the expiry."""
         part = named.ttl / USES_TOLD
-        file_store = self._file_store
-        if file_store is None or not named.tag or named.writing or now < named.used + part:
+        folder = self._file_store
+        if folder is None or not named.tag or named.writing or now < named.used + part:
             return
         named.used = now
-        file_store.touch(named.file, named.tag, now, partial(self._on_touched, named, named.tag))
+        folder.touch(named.file, named.tag, now, partial(self._on_touched, named, named.tag))
 
     @staticmethod
     def _on_touched(named: NamedState, before: bytes, result: Result) -> None:
@@ -510,21 +545,22 @@ class NamedStates:
             named.tag = result
 
     def _file(self, key: Key) -> str:
-        return name_of(*key, self._layout)
+        assert self._store is not None
+        return self._store.file_of(*key)
 
     def _is_changing(self, key: Key) -> bool:
         """Return whether this engine is about to write or delete the name's file."""
-        if self._file_store is None:
+        if self._store is None:
             return False
         named = self._index.get(key)
-        return (named is not None and named.writing) or self._file_store.changing(self._file(key))
+        return (named is not None and named.writing) or self._store.changing(self._file(key))
 
     # Changes by other engines in the folder.
 
     def _is_alone(self) -> bool:
         if self._file_store is None:
-            return True
-        before, self._alone = self._alone, self._file_store.lock.alone
+            return not self._is_shared
+        before, self._alone = self._alone, self._file_store.alone
         if self._alone and not before:
             try:
                 self._reconcile(self._file_store)
@@ -535,17 +571,79 @@ class NamedStates:
 
     def _refresh(self, key: Key) -> None:
         """Update a name before it is used, because another engine may have changed its file."""
-        file_store = self._file_store
-        if file_store is None or self._is_alone() or self._is_changing(key):
+        folder = self._file_store
+        if folder is None or self._is_alone() or self._is_changing(key):
             return
         file, named = self._file(key), self._index.get(key)
-        tag = file_store.tag(file)
+        tag = folder.tag(file)
         if tag == (b"" if named is None else named.known_tag):
             return
         if tag:
-            self._adopt(file_store, file)
+            self._adopt(folder, file)
         else:
             self._remove(key)
+
+    # Changes by other servers in a shared store.
+
+    def wants(self, owner: str, locks: Mapping[str, bool]) -> list[Want]:
+        """Return what to fetch of these ids, each with whether to lock it."""
+        wants = []
+        for id, lock in locks.items():
+            named = self._index.get((owner, id))
+            there = named is not None and named.point.state.has_row
+            known = named.known_tag.decode() if named is not None and there else ABSENT
+            wants.append(Want((owner, id), lock, known))
+        return wants
+
+    def release_locks(self, owner: str, ids: Iterable[str]) -> None:
+        """Give back the locks of these ids that a fetch has taken and that nobody needs."""
+        for id in ids:
+            self.locks.release_if_idle((owner, id))
+
+    def with_tier(self, info: StateInfo) -> StateInfo:
+        """Return a description from the store with what this engine knows of the state."""
+        named = self._index.get((info.owner, info.id))
+        if named is None:
+            return info
+        tier = self.info(named).tier if named.point.state.has_row else info.tier
+        return replace(info, tier=tier, busy=named.key in self.locks)
+
+    def on_found(self, key: Key, found: Found) -> None:
+        """Bring a name up to date with what a shared store has."""
+        if self._is_changing(key):  # by this engine, which knows better
+            return
+        named, tag = self._index.get(key), found.generation.encode()
+        if tag == (b"" if named is None else named.known_tag):
+            if named is not None and found.snapshot is not None:
+                self._bring(named.point.state, found.snapshot)
+            return
+        self._remove(key)
+        content, (owner, id) = found.snapshot, key
+        if content is None:
+            return
+        file = self._file(key)
+        read = content.tokens - len(content.tail) // ID_BYTES
+        state = CachedState(read, owner, files={file}, written={file}, digest=content.digest)
+        self._tiers.add_name(state)
+        point, expires = ResumePoint.of(state, content), self._clock() + found.ttl
+        self._index.add(NamedState(owner, id, point, found.created, found.ttl, expires, file, tag))
+        self.files += 1
+        self._bring(state, content)
+        if len(self._index) > 2 * self._tiers.rows + SPARE_NAMES:
+            self._forget_rowless()
+
+    def _bring(self, state: CachedState, content: Snapshot) -> None:
+        """Put a state from the store into a row, if there is one; else it is read again later."""
+        if not state.has_row and state.digest == content.digest:
+            self._transfer.import_state(state, content.state)
+
+    def _forget_rowless(self) -> None:
+        """Forget the names whose states are in the shared store alone."""
+        for named in [one for one in self._index.all() if not one.point.state.has_row]:
+            if not self._is_changing(named.key):
+                self._remove(named.key)
+
+    # Files of other engines in the folder.
 
     def _reconcile(self, file_store: StateFileStore) -> None:
         """Compare the folder with the names, because other engines may have written.

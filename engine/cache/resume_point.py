@@ -17,15 +17,17 @@ class ResumePoint:
     tokens: int  # length of the text, including the tail
     drawn: bool  # the tail is one token, which was generated
     recent: tuple[int, ...]  # the last tokens of the text
+    turns: int = 0  # how many requests have made the text
 
     @classmethod
     def of(cls, state: CachedState, found: Snapshot) -> ResumePoint:
         """Combine a state with what a snapshot says about it."""
-        return cls(state, found.tail, found.tokens, found.drawn, found.recent)
+        return cls(state, found.tail, found.tokens, found.drawn, found.recent, found.turns)
 
     def snapshot(self, content: bytes, extra: dict[str, str] | None = None) -> Snapshot:
         """Return the content of its file; `content` is the state's bytes."""
-        return Snapshot(content, self.tail, self.tokens, self.drawn, self.recent, extra or {})
+        told = content, self.tail, self.tokens, self.drawn, self.recent
+        return Snapshot(*told, extra or {}, self.turns)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,6 +9,9 @@ Each call gets one reply, at once unless something must be waited for:
 | fork, move | a row, if only a file has the state; the file to be written |
 | export | a row, likewise; the step that exports it; a worker thread that makes the snapshot |
 | import | a worker thread that checks the snapshot; the file to be written |
+
+With a store that several servers share, a call waits first until the names that it uses are
+fetched. "get" and "list" are answered by the store.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from engine.cache.resume_point import NamedState, ResumePoint
 from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage import snapshot
-from engine.cache.storage.named_state_file import check_id
+from engine.cache.storage.named_state_file import check_id, is_id
 from engine.cache.storage.snapshot import Snapshot
 from engine.cache.storage.worker_threads import Result
 from engine.cache.store_waiters import StoreResult
 from engine.cache.tiered_store import CachedState
-from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
+from engine.errors import EngineError, InvalidRequest, StateNotFound, StateQuota, StepFailed
 from engine.protocol.failed import Failed
 from engine.protocol.state_calls import StateCall, StateInfo, StateReply
 from engine.protocol.token_ids import ID_BYTES
@@ -41,6 +46,7 @@ class _PendingCall:
     client: Hashable
     call: StateCall
     loads: int = 0  # how often its state was read from a file
+    locked: tuple[str, ...] = ()  # ids that a fetch has locked for it
 
 
 class StateCallHandler:
@@ -49,7 +55,10 @@ class StateCallHandler:
     def __init__(self, cache: StateCacheManager) -> None:
         self._states = cache.states
         self._transfer = cache.transfer
+        self._shared = cache.shared
         self._layout = cache.config.layout
+        self._placement = cache.config.placement
+        self._most_states = cache.config.most_states
         self._loading: dict[CachedState, list[_PendingCall]] = {}
         self.replies: list[tuple[Hashable, StateReply]] = []
         cache.on_loaded = self._on_loaded
@@ -57,7 +66,69 @@ class StateCallHandler:
     def handle(self, client: Hashable, call: StateCall) -> None:
         """Answer a call, now or later, with one reply. Never raises."""
         self._states.expire()
-        self._run(self._begin, _PendingCall(client, call))
+        pending = _PendingCall(client, call)
+        self._run(self._begin if self._shared is None else self._fetch, pending)
+
+    # Calls with a shared store.
+
+    def _fetch(self, pending: _PendingCall) -> None:
+        """Begin the call when the store has told what it has of the names that are used."""
+        call, shared = pending.call, self._shared
+        assert shared is not None
+        if call.ttl is not None:
+            check_ttl("ttl", call.ttl)
+        if call.action == "list":
+            _check_limit(call.limit)
+            then = partial(self._on_listed, pending)
+            shared.list_states(call.owner, call.id, call.limit, then)
+            return
+        locks = {}
+        if call.action != "import":
+            if not is_id(call.id):
+                raise StateNotFound(f"there is no state {call.id!r}", param="id")
+            locks[call.id] = call.action in ("delete", "move")
+        if call.action in ("fork", "move", "import") and not call.brief:
+            if call.target:
+                check_id("target", call.target)
+            else:  # chosen now, so that it can be locked and counted
+                target = self._placement.new_id(call.owner)
+                pending.call = call = replace(call, target=target)
+            locks[call.target] = True
+        if call.action == "import" and not locks:
+            self._begin(pending)
+        elif call.action == "get":
+            shared.describe((call.owner, call.id), partial(self._on_described, pending))
+        else:
+            wants = self._states.wants(call.owner, locks)
+            shared.fetch(wants, self._most_states, partial(self._on_fetched, pending, locks))
+
+    def _on_fetched(
+        self, pending: _PendingCall, locks: dict[str, bool], error: EngineError | None
+    ) -> None:
+        if error is not None:
+            self._refuse(pending, error)
+            return
+        pending.locked = tuple(locks)
+        self._run(self._begin, pending)
+
+    def _on_listed(
+        self, pending: _PendingCall, found: tuple[list[StateInfo], bool] | EngineError
+    ) -> None:
+        if isinstance(found, EngineError):
+            self._refuse(pending, found)
+            return
+        states = [self._states.with_tier(info) for info in found[0]]
+        self._reply(pending, StateReply(pending.call.call, states=states, more=found[1]))
+
+    def _on_described(self, pending: _PendingCall, found: StateInfo | EngineError | None) -> None:
+        call = pending.call
+        if found is None:  # it may be one that the store could not take
+            self._run(self._begin, pending)
+        elif isinstance(found, EngineError):
+            self._refuse(pending, found)
+        else:
+            info = self._states.with_tier(found)
+            self._reply(pending, StateReply(call.call, states=[info]))
 
     def _begin(self, pending: _PendingCall) -> None:
         call = pending.call
@@ -78,10 +149,7 @@ class StateCallHandler:
 
     def _list(self, pending: _PendingCall) -> None:
         call = pending.call
-        if not 1 <= call.limit <= MOST_LISTED:
-            raise InvalidRequest(
-                f"limit is {call.limit}; allowed: 1 to {MOST_LISTED}", param="limit"
-            )
+        _check_limit(call.limit)
         found, more = self._states.list_states(call.owner, call.id, call.limit)
         self._reply(pending, StateReply(call.call, states=found, more=more))
 
@@ -188,7 +256,13 @@ class StateCallHandler:
         self._reply(pending, StateReply(call, failed))
 
     def _reply(self, pending: _PendingCall, reply: StateReply) -> None:
+        self._states.release_locks(pending.call.owner, pending.locked)
         self.replies.append((pending.client, reply))
+
+
+def _check_limit(limit: int) -> None:
+    if not 1 <= limit <= MOST_LISTED:
+        raise InvalidRequest(f"limit is {limit}; allowed: 1 to {MOST_LISTED}", param="limit")
 
 
 def _as_error(error: OSError | EngineError) -> EngineError:

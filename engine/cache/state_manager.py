@@ -4,7 +4,9 @@ The scheduler reports the life of a sequence by these calls, in this order:
 
 | call | when | what it does |
 | --- | --- | --- |
-| `on_add` | it arrives | looks up the named state, reserves the name it will leave |
+| `fetch` | it arrives | asks the shared store, if there is one, for its named states |
+| `on_add` | it is enqueued, or fetched | looks up the named state, reserves the name it will leave
+|
 | `lookup` | it could be admitted | finds where it may start, or what it has to wait for |
 | `on_admit` | it is admitted | plans the copy to its slot, makes it the reader of its marks |
 | `on_prefill` | a plan reads part of its text | plans the copies to cached states |
@@ -30,7 +32,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from engine.cache.cache_config import CacheConfig
 from engine.cache.disk_tier import DiskTier
@@ -39,11 +44,21 @@ from engine.cache.named_states import NamedStates
 from engine.cache.prefix_cache import CacheHit, Node, PrefixCache
 from engine.cache.resume_point import ResumePoint
 from engine.cache.sequence_state import SequenceState
+from engine.cache.shared.client import Fetch, SharedStates
 from engine.cache.storage.file_store import StateFileStore
+from engine.cache.storage.named_state_file import check_id, is_id
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.cache.transfer import StateTransfer
 from engine.config import SCAN_CHUNK
-from engine.errors import EngineError, InvalidRequest, StateQuota, StepFailed
+from engine.errors import (
+    EngineError,
+    InvalidRequest,
+    StateError,
+    StateQuota,
+    StepFailed,
+    TurnAhead,
+    TurnDone,
+)
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.sampling_params import SamplingParams
 from engine.protocol.token_ids import ID_BYTES, pack_ids
@@ -63,21 +78,34 @@ class StateCacheManager:
         config: CacheConfig,
         file_store: StateFileStore | None = None,
         clock: Callable[[], float] = time.time,
+        shared: SharedStates | None = None,
     ) -> None:
         """Load the named states of this model, and the cached ones of this variant, from the files.
 
-        `clock` returns the time of day in seconds. Raises ConfigError.
+        Args:
+            config: sizes and limits.
+            file_store: this server's folder.
+            clock: returns the time of day in seconds.
+            shared: where named states are instead of the folder, if several servers share them.
+
+        Raises ConfigError.
         """
         self.config = config
         self.tiers = TieredStateStore(config.device_rows, config.first_row, config.host_rows)
         self.cache = PrefixCache(self.tiers, config.tree_bytes, config.with_whole_chunks)
-        self.transfer = StateTransfer(self.tiers, config.layout, file_store)
-        self.states = NamedStates(config, self.tiers, self.transfer, file_store, clock)
+        store = file_store if shared is None else shared
+        self.shared = shared
+        self.transfer = StateTransfer(self.tiers, config.layout, store)
+        self.states = NamedStates(config, self.tiers, self.transfer, store, clock)
+        if shared is not None:
+            shared.on_found = self.states.on_found
         self.disk = DiskTier(config, self.tiers, self.cache, self.transfer, file_store)
         self._finished = FinishedStates(config.layout, self.tiers, self.transfer, self.states)
         # Called with a state whose file has been read, or could not be.
         self.on_loaded: Callable[[CachedState], None] = lambda state: None
         self._of: dict[int, SequenceState] = {}  # by key, of sequences with named states
+        self._fetches: dict[int, Fetch] = {}  # by key, of sequences that wait for the shared store
+        self._fetched: list[tuple[Sequence, EngineError | None]] = []
         self._hits = 0
         self._misses: Counter[str] = Counter()
 
@@ -142,27 +170,73 @@ class StateCacheManager:
 
     # The life of a sequence.
 
+    def fetch(self, sequence: Sequence) -> Hashable | None:
+        """Ask a shared store for the named states of a new sequence, if it has any.
+
+        Returns:
+            What the sequence waits for, until `take_fetched` returns it; None: nothing, so that
+            `on_add` may follow at once.
+
+        Raises InvalidRequest for an id that no state can have.
+        """
+        request, keep = sequence.request, sequence.request.keep
+        if self.shared is None:
+            return None
+        locks = {request.state: False} if is_id(request.state) else {}
+        if keep is not None and keep.lasts:
+            if keep.id:
+                check_id("keep", keep.id)
+            else:  # chosen now, so that it can be locked and counted
+                keep = replace(keep, id=self.config.placement.new_id(request.owner))
+                sequence.request = replace(request, keep=keep)
+            locks[keep.id] = True
+        if not locks:
+            return None
+        wants = self.states.wants(request.owner, locks)
+        then = partial(self._on_fetched, sequence)
+        fetch = self.shared.fetch(wants, self.config.most_states, then)
+        self._fetches[sequence.key] = fetch
+        return fetch
+
+    def _on_fetched(self, sequence: Sequence, error: EngineError | None) -> None:
+        if isinstance(error, StateError) and sequence.request.keep is not None:
+            error.param = "keep"
+        self._fetched.append((sequence, error))
+
+    def take_fetched(self) -> list[tuple[Sequence, EngineError | None]]:
+        """Return, once, the sequences whose `fetch` is done, each with its error if it failed."""
+        fetched, self._fetched = self._fetched, []
+        for sequence, _ in fetched:
+            del self._fetches[sequence.key]
+        return fetched
+
     def on_add(self, sequence: Sequence) -> None:
         """Look up what a new sequence continues from, and reserve the name of the state to keep.
 
-        Raises StateNotFound, StateBusy, StateQuota or InvalidRequest; nothing is reserved then.
+        Raises StateNotFound, StateBusy, StateQuota, TurnDone, TurnAhead or InvalidRequest; nothing
+        is reserved then, and no lock is held.
         """
         request = sequence.request
         if not request.state and request.keep is None:
             return
         keep = request.keep
-        # First, because from now on no other engine replaces the state that it starts from.
-        id = self.states.reserve(request.owner, keep.id, "keep") if keep and keep.store else ""
+        id = ""
         try:
+            # First, because from now on no other engine replaces the state that it starts from.
+            if keep is not None and keep.store:
+                id = self.states.reserve(request.owner, keep.id, "keep")
             source = self.states.resume_point(request.owner, request.state, request.state_optional)
             if source is None and not request.prompt:
                 raise InvalidRequest(
                     f"prompt is empty, and there is no state {request.state!r} to continue from",
                     param="prompt",
                 )
+            _check_turn(request, source)
         except EngineError:
             if id:
                 self.states.cancel(request.owner, id)
+            elif keep is not None:
+                self.states.release_locks(request.owner, [keep.id])
             raise
         if source is not None:
             self.tiers.pin(source.state)
@@ -389,6 +463,9 @@ class StateCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Release everything that an ended sequence has pinned and reserved."""
+        fetch = self._fetches.pop(sequence.key, None)
+        if fetch is not None and self.shared is not None:
+            self.shared.abandon(fetch)
         own = self._of.pop(sequence.key, None)
         if own is None:
             return
@@ -475,3 +552,17 @@ class StateCacheManager:
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
         self.states.store_errors = self.disk.errors = 0
         return counts
+
+
+def _check_turn(request: Request, source: ResumePoint | None) -> None:
+    """Check that a request's turn, if it has a number, is the next one of its text.
+
+    Raises TurnDone or TurnAhead.
+    """
+    turns, tokens = (0, 0) if source is None else (source.turns, source.tokens)
+    if not request.turn or request.turn == turns + 1:
+        return
+    had = f"the state has had {turns} turns and has {tokens} tokens"
+    if request.turn <= turns:
+        raise TurnDone(f"turn {request.turn} was carried out before: {had}", param="turn")
+    raise TurnAhead(f"turn is {request.turn}, but {had}; allowed: {turns + 1}", param="turn")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.cache.storage import snapshot
-from engine.cache.storage.file_store import Parse, StateFileStore
 from engine.cache.storage.snapshot import StateLayout
+from engine.cache.storage.state_store import Parse, StateStore
 from engine.cache.storage.worker_threads import Done, Result, Work, WorkerThreads
 from engine.cache.tiered_store import CachedState, TieredStateStore
 from engine.errors import EngineError, StateMalformed, StateNotFound, StateQuota, StepFailed
@@ -48,7 +48,7 @@ class _PendingLoad:
     """A state on its way from a file to a row; its files are tried one after the other."""
 
     state: CachedState
-    file_store: StateFileStore
+    file_store: StateStore
     most: int  # the most bytes of a file
     parse: Parse
     on_lost: Callable[[str], None]  # called with the names of files that are missing or damaged
@@ -59,7 +59,7 @@ class StateTransfer:
     """The transfers of an engine; called by the engine's thread only."""
 
     def __init__(
-        self, tiers: TieredStateStore, layout: StateLayout, file_store: StateFileStore | None
+        self, tiers: TieredStateStore, layout: StateLayout, file_store: StateStore | None
     ) -> None:
         self._tiers = tiers
         self._layout = layout
@@ -80,7 +80,7 @@ class StateTransfer:
     @property
     def pending(self) -> bool:
         """Whether worker threads have work, or results that `collect` has not reported."""
-        return self._threads.pending > 0
+        return (self._threads if self._file_store is None else self._file_store).pending > 0
 
     @property
     def busy(self) -> bool:
@@ -89,7 +89,7 @@ class StateTransfer:
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` until a worker thread has finished something."""
-        self._threads.wait(seconds)
+        (self._threads if self._file_store is None else self._file_store).wait(seconds)
 
     def run_aside(self, work: Work, done: Done) -> None:
         """Run `work`, which must not touch any state here, on a worker thread.
@@ -115,8 +115,8 @@ class StateTransfer:
             The states that were read from files, or could not be (they have no row then), since the
             last call.
         """
-        if self._threads.pending:
-            self._threads.collect()
+        if self.pending:
+            (self._threads if self._file_store is None else self._file_store).collect()
         loaded, self._loaded = self._loaded, []
         return loaded
 
@@ -198,7 +198,7 @@ class StateTransfer:
 
     def load_from(
         self,
-        file_store: StateFileStore,
+        file_store: StateStore,
         state: CachedState,
         most: int,
         parse: Parse,

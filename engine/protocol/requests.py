@@ -37,6 +37,11 @@ class KeepState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     must_last: bool = False  # fail with StateNotStored if it cannot be written to the state folder
     brief: bool = False  # keep it in memory without waiting for the state folder; it need not last
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it is to be stored where states last."""
+        return self.store and not self.brief
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     """One prompt and what to do with it; `id` is unique within its client.
@@ -56,8 +61,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     state: str = ""
     state_optional: bool = False  # if there is no such state, start a new text instead of failing
     keep: KeepState | None = None
-    # The number of this turn, from 1 on, in the text that the prompt continues; the request fails if
-    # that text has not had exactly the turns before it. 0: not checked.
+    # The number of this turn, from 1 on, in the text that the prompt continues; the request fails
+    # if that text has not had exactly the turns before it. 0: not checked.
     turn: int = 0
     # Prompt lengths after which to cache a state. Some are always cached: at the end of the prompt,
     # at the end of the answer, and where the prompt diverges from what was read before.

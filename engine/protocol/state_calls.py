@@ -54,7 +54,8 @@ class StateInfo(msgspec.Struct, frozen=True, array_like=True):
     expires: float  # unless it is used before
     recent: list[int] = []  # the last tokens, up to four, in case the text ends within a character
     busy: bool = False  # a running request is going to replace it
-    # Whether it is in the state folder or the shared store and survives a restart; None: there is neither.
+    # Whether it is in the state folder or the shared store and survives a restart; None: there is
+    # neither.
     stored: bool | None = None
     turns: int = 0  # how many requests have made its text
 

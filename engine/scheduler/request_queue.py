@@ -9,8 +9,9 @@
   pause, or that had only held requests, starts at the others' level: idle time earns no credit.
 - An owner's requests keep their order of arrival.
 
-A request is *held* while another one is reading its prefix, while its state comes from a file, or
-while its grammar is being compiled. It keeps its place but is passed over until `resume` is called.
+A request is *held* while another one is reading its prefix, while its state comes from a file or a
+shared store, or while its grammar is being compiled. It keeps its place but is passed over until
+`resume` is called.
 """
 
 from __future__ import annotations

@@ -139,11 +139,15 @@ class Scheduler:
         sequence = Sequence(key, client, request, eos, now)
         try:
             self._check(request, now)
-            self._cache.on_add(sequence)
+            awaited = self._cache.fetch(sequence)
+            if awaited is None:
+                self._cache.on_add(sequence)
         except EngineError as error:
             self.reject(client, request.id, error)
             return
         self._table.add(sequence, now)
+        if awaited is not None:
+            self._queue.hold(sequence, awaited)
 
     def _check(self, request: Request, now: float) -> None:
         if self._refusal is not None:
@@ -336,7 +340,21 @@ class Scheduler:
             self._queue.resume(grammar)
         for state in self._cache.collect():
             self._queue.resume(state)
+        for sequence, error in self._cache.take_fetched():
+            self._continue_fetched(sequence, error, now)
         self._table.expire(now)
+
+    def _continue_fetched(self, sequence: Sequence, error: EngineError | None, now: float) -> None:
+        """Let a sequence wait for a slot now that the shared store has told what it has."""
+        self._queue.remove(sequence)  # the queue counts its present length
+        if error is None:
+            try:
+                self._cache.on_add(sequence)
+            except EngineError as refused:
+                error = refused
+        self._queue.enqueue(sequence, now)
+        if error is not None:
+            self._table.fail(sequence, error)
 
     def _schedule_admissions(
         self, plan: StepPlan, kind: BatchKind, now: float, ending: list[Sequence]

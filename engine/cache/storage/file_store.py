@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.cache.storage.folder_lock import FolderLock
+from engine.cache.storage.state_store import Parse, StateStore
 from engine.cache.storage.worker_threads import Done, Result, Work, WorkerThreads
 from engine.errors import ConfigError
 from engine.protocol.placement import DIGEST_CHARACTERS, digest_of
@@ -39,8 +40,6 @@ HEXADECIMAL = frozenset("0123456789abcdef")
 CLOSE_SECONDS = 10.0  # wait for pending writes at the end
 LANE = "files"  # lane of `WorkerThreads`
 
-Parse = Callable[[bytes], bytes]
-
 
 class Unsynced(OSError):
     """A file was written and renamed, with `tag`, but may be lost in a power failure."""
@@ -50,12 +49,14 @@ class Unsynced(OSError):
         self.tag = tag
 
 
-class StateFileStore:
+class StateFileStore(StateStore):
     """State files of one model in a folder.
 
     All methods are called by one thread. Only those with a `done` argument do their work on another
     thread; `threads` reports the results.
     """
+
+    shared = False
 
     def __init__(self, folder: Path, model: str, sync: bool = False) -> None:
         """Create the folder. Raises ConfigError if it cannot be used.
@@ -63,6 +64,7 @@ class StateFileStore:
         Engines of the same `model` share locks. `sync`: sync files that are written as `lasting`.
         """
         self._folder = folder
+        self._model = model
         self._sync = sync
         self._temporary = f".{secrets.token_hex(4)}{TEMPORARY}"
         self._changing: Counter[str] = Counter()
@@ -78,8 +80,23 @@ class StateFileStore:
 
     @property
     def pending(self) -> int:
-        """Operations requested and not yet collected."""
         return self.threads.pending
+
+    @property
+    def alone(self) -> bool:
+        return self.lock.alone
+
+    def file_of(self, owner: str, id: str) -> str:
+        return self.name(self._model, owner, id)
+
+    def owner_in_file(self, owner: str, id: str) -> str:
+        return owner
+
+    def lock_file(self, name: str) -> bool:
+        return self.lock.acquire(name)
+
+    def unlock_file(self, name: str) -> None:
+        self.lock.release(name)
 
     @staticmethod
     def name(model: str, *parts: str) -> str:

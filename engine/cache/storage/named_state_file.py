@@ -29,9 +29,14 @@ class StateFile:
     snapshot: Snapshot
 
 
+def is_id(id: str) -> bool:
+    """Return whether a state can have this id."""
+    return 0 < len(id) <= MOST_ID and ID_CHARACTERS.issuperset(id)
+
+
 def check_id(param: str, id: str) -> None:
     """Check a state's id; raises InvalidRequest that names `param`."""
-    if not id or len(id) > MOST_ID or not ID_CHARACTERS.issuperset(id):
+    if not is_id(id):
         raise InvalidRequest(
             f"{param} is {id[: MOST_ID + 1]!r}; allowed: 1 to {MOST_ID} letters, digits and . _ : "
             "or -",

@@ -7,7 +7,8 @@ have had, and the snapshot needs none.
 
 Metadata, all strings: `format`; `fingerprint` of the model; `tokens`, the length of the text
 including the tail; `drawn`, 1 if the tail was generated; `recent`, the last tokens of the text, in
-case it ends within a character; `digest`, a hash of everything in the file: the other metadata, the
+case it ends within a character; `turns`, how many requests have made the text, if any is known;
+`digest`, a hash of everything in the file: the other metadata, the
 tensors' names, types and shapes, and their bytes.
 
 The digest reveals damage, not forgery, so everything else is validated too. Every length is checked
@@ -97,6 +98,7 @@ class Snapshot:
     drawn: bool = False
     recent: tuple[int, ...] = ()
     extra: dict[str, str] = field(default_factory=dict)  # further metadata
+    turns: int = 0  # how many requests have made the text; 0: unknown
 
     @cached_property
     def digest(self) -> bytes:
@@ -119,6 +121,8 @@ def write(snapshot: Snapshot, shape: StateLayout) -> bytes:
         "drawn": str(int(snapshot.drawn)),
         "recent": ",".join(map(str, snapshot.recent)),
     }
+    if snapshot.turns:
+        metadata["turns"] = str(snapshot.turns)
     state = memoryview(snapshot.state)
     tensors = [
         Tensor(spec.name, spec.dtype, spec.full_shape, state[start:end])
@@ -189,8 +193,9 @@ def read(content: bytes, shape: StateLayout) -> Snapshot:
     if drawn and count != 1:
         raise StateMalformed(f"the tail has {count} tokens; a generated (drawn) tail must have 1")
     recent = _recent(metadata.pop("recent", ""), shape)
+    turns = _integer("turns", metadata.pop("turns", "0"), MOST_TOKENS)
     state = content[start : start + shape.bytes]
-    snapshot = Snapshot(state, tail, tokens, bool(drawn), recent, metadata)
+    snapshot = Snapshot(state, tail, tokens, bool(drawn), recent, metadata, turns)
     named = [(name, tensor["dtype"], tensor["shape"]) for name, tensor in header.items()]
     if digest is not None and digest != _sum(told, named, snapshot.digest, tail):
         raise StateMalformed("the snapshot is damaged: its digest does not match its content")

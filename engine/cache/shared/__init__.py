@@ -1,0 +1,1 @@
+"""States in a store that several servers share: Redis, Valkey or a folder."""
