@@ -525,7 +525,9 @@ class NamedStates:
                 f"the state's file cannot be removed: {reason_of(result)}; the state is kept"
             )
             if waiter is not None and key not in self.locks and self._file_store is not None:
-                self._adopt(self._file_store, self._file(key))  # so that deleting can be tried again
+                self._adopt(
+                    self._file_store, self._file(key)
+                )  # so that deleting can be tried again
         self.locks.release_if_idle(key)
         if waiter is not None:
             self.waiters.tell(waiter, error)

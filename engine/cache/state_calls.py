@@ -23,6 +23,8 @@ from functools import partial
 from msgspec.structs import replace
 
 from engine.cache.resume_point import NamedState, ResumePoint
+from engine.cache.shared.client import Found
+from engine.cache.shared.store import ABSENT
 from engine.cache.state_manager import StateCacheManager
 from engine.cache.storage import snapshot
 from engine.cache.storage.named_state_file import check_id, is_id
@@ -123,6 +125,7 @@ class StateCallHandler:
     def _on_described(self, pending: _PendingCall, found: StateInfo | EngineError | None) -> None:
         call = pending.call
         if found is None:  # it may be one that the store could not take
+            self._states.on_found((call.owner, call.id), Found(ABSENT))
             self._run(self._begin, pending)
         elif isinstance(found, EngineError):
             self._refuse(pending, found)

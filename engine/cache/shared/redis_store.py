@@ -323,5 +323,5 @@ def _conflict(name: StateName) -> StateConflict:
 
 
 def _is_full(error: Exception) -> bool:
-    text = str(error)
-    return text.startswith(("OOM", "MISCONF")) or "OOM command not allowed" in text
+    """Return whether the server has no memory, or no disk for its log, for what it was given."""
+    return type(error).__name__ == "OutOfMemoryError" or str(error).startswith(("OOM", "MISCONF"))
