@@ -30,6 +30,8 @@ SCAN_CHUNK = 128
 MOST_ENGINES = 256  # the most engines of one server
 # The usual `max_slots` and `share_slots`: as many, where their states fit (engine/slot_choice.py).
 SLOTS, SHARE_SLOTS = 256, 64
+# Environment variable in which a server gives its engine processes the URL of their state store.
+STORE_VARIABLE = "MINSERVE_ENGINE_STATE_STORE"
 MOST_TTL = 1e9  # the longest lifetime of a kept state, in seconds
 
 # `model_type` of a config.json in minserve's form

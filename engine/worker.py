@@ -18,13 +18,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 import msgspec
 import zmq
 
 from engine import gc_tuning
-from engine.config import EngineConfig
+from engine.config import STORE_VARIABLE, EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError, EngineLoading, InvalidRequest
 from engine.loop import EngineLoop, Undecodable
@@ -208,6 +209,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
     config = msgspec.json.decode(options.config, type=EngineConfig)
+    config = replace(config, state_store=os.environ.pop(STORE_VARIABLE, "") or None)
     try:
         mailbox = ZmqMailbox(options.address, options.parent)
     except zmq.ZMQError as error:

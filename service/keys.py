@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import re
 from collections.abc import Mapping
 from hashlib import sha256
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError
 from engine.protocol.requests import LEAST_PRIORITY, MOST_PRIORITY
+from service.secret_files import read_secret
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 KEY = re.compile(rf"[!-+\--~]{{{LEAST_LENGTH},512}}")  # visible ASCII except the comma
 ALLOWED_KEY = f"{LEAST_LENGTH} to 512 visible ASCII characters without commas"
 LINE = re.compile(r"([^\s:]+)\s*[\s:]\s*(\S+)(?:\s+priority=(-?\d{1,3}))?", re.ASCII)
-RISKY_MODE = 0o027  # mode bits: others may read, or the group or others may write
 LOOK_SECONDS = 1.0  # between checks whether the file has changed
 
 
@@ -99,22 +98,6 @@ def parse_keys(text: str, source: str, *, separator: str = "\n") -> dict[bytes, 
     if not keys:
         raise ConfigError(f"{source} holds no keys")
     return keys
-
-
-def read_secret(path: Path) -> str:
-    """Return the text of a file; log a warning if other users may read or write it.
-
-    Raises ConfigError if it cannot be read.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_mode & RISKY_MODE:
-                logger.warning("warning: %s should be readable by its owner only", path)
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8") from error
 
 
 class ApiKeys:

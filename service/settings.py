@@ -29,6 +29,8 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.config import MOST_ENGINES, EngineConfig, StateSync
+from engine.errors import ConfigError
+from service.secret_files import read_secret
 
 PREFIX = "MINSERVE_"
 # MINSERVE_ variables that other code reads: the kernels, builds and docker/compose.yaml.
@@ -43,6 +45,7 @@ OF_OTHERS = frozenset(
         "DELAYS",
         "MEMORY",
         "PUBLISH",
+        "ENGINE_STATE_STORE",
     }
 )
 
@@ -115,6 +118,8 @@ class Settings(BaseSettings):
     )
     host_state_bytes: int | None = None  # cached and kept states in main memory
     state_folder: Path | None = None  # where kept states survive a restart
+    state_store: SecretStr | None = None  # URL of the store that several servers share
+    state_store_file: Path | None = None  # a file that holds it
     state_sync: StateSync = "write"  # whether an answer waits for the file or for the disk itself
     disk_state_bytes: int = 2**36  # kept states in the state folder
     disk_cache_bytes: int = 0  # cached states in the state folder; 0 = none
@@ -193,6 +198,17 @@ class Settings(BaseSettings):
         """Return the settings that `to_json` wrote, whatever the environment says."""
         return cls(**json.loads(raw))
 
+    def _state_store_url(self) -> str | None:
+        """Return the URL of the shared store, if there is one. Raises ConfigError."""
+        if self.state_store is not None and self.state_store_file is not None:
+            raise ConfigError(
+                "--state-store (MINSERVE_STATE_STORE) and --state-store-file are both given; "
+                "allowed: one of them"
+            )
+        if self.state_store_file is not None:
+            return read_secret(self.state_store_file).strip()
+        return None if self.state_store is None else self.state_store.get_secret_value()
+
     def engine_config(self) -> EngineConfig:
         """Return the settings of the engine. Raises ConfigError for values it does not allow."""
         return EngineConfig(
@@ -208,6 +224,7 @@ class Settings(BaseSettings):
             share_slots=self.share_slots,
             host_state_bytes=self.host_state_bytes,
             state_folder=None if self.state_folder is None else str(self.state_folder),
+            state_store=self._state_store_url(),
             state_sync=self.state_sync,
             disk_state_bytes=self.disk_state_bytes,
             disk_cache_bytes=self.disk_cache_bytes,

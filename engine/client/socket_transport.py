@@ -11,13 +11,14 @@ import contextlib
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 import zmq
 
 from engine.client.ipc_folder import SocketFolder
-from engine.config import EngineConfig
+from engine.config import STORE_VARIABLE, EngineConfig
 from engine.errors import EngineDead
 from engine.protocol.events import FromEngine
 from engine.protocol.requests import Gone, Ping, Shutdown, ToEngine
@@ -218,7 +219,10 @@ class ProcessTransport(SocketTransport):
         self.address = address = f"ipc://{self._folder.socket}"
         self._connect()
         command = ["-P", "-m", "engine.worker", address]
-        command += [msgspec.json.encode(self._config).decode(), "--parent", str(os.getpid())]
+        # Other users can read a process's arguments, and the store's URL may hold a password.
+        config = replace(self._config, state_store=None)
+        environment = module_environment() | {STORE_VARIABLE: self._config.state_store or ""}
+        command += [msgspec.json.encode(config).decode(), "--parent", str(os.getpid())]
         if self._engine is not None:
             command += ["--engine", self._engine]
         try:
@@ -226,7 +230,7 @@ class ProcessTransport(SocketTransport):
                 sys.executable,
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                env=module_environment(),
+                env=environment,
             )
         except OSError as error:
             reason = f"{sys.executable}: {error.strerror or error}"

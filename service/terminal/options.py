@@ -131,10 +131,22 @@ StateFolder = Annotated[
     Path | None,
     Option(help="Folder where kept states and sessions survive a restart [memory only]."),
 ]
+StateStore = Annotated[
+    str | None,
+    Option(
+        metavar="URL",
+        help="Store of kept states and sessions that several servers share: redis://HOST[:PORT] "
+        "(rediss, redis+sentinel, redis+cluster) or file:///FOLDER. Others can read a password "
+        "that is given as an option [none].",
+    ),
+]
+StateStoreFile = Annotated[
+    Path | None, Option(help="File with the URL of the state store, and its password [none].")
+]
 StateSync = Annotated[
     str | None,
     Option(
-        help="What an answer waits for when a state is stored in the state folder: write (the file "
+        help="What an answer waits for when a state is stored in a folder: write (the file "
         "survives a restart) or fsync (and a power failure) [write]."
     ),
 ]

@@ -25,6 +25,8 @@ def serve(
     share_slots: options.ShareSlots = None,
     host_state_bytes: options.HostStateBytes = None,
     state_folder: options.StateFolder = None,
+    state_store: options.StateStore = None,
+    state_store_file: options.StateStoreFile = None,
     state_sync: options.StateSync = None,
     disk_state_bytes: options.DiskStateBytes = None,
     disk_cache_bytes: options.DiskCacheBytes = None,

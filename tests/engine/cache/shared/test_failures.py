@@ -1,4 +1,4 @@
-"""A Redis that dies, hangs, is full or answers nonsense: what needs it fails, and nothing is lost."""
+"""A Redis that dies, hangs, is full or answers nonsense: only what needs it fails."""
 
 from __future__ import annotations
 
