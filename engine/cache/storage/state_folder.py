@@ -1,9 +1,16 @@
 """The layout of a state folder: where each of a server's engines has its files.
 
-A single engine uses the folder itself; of several, each has a folder in it, `RANK-of-ENGINES`. So
-every engine is alone in its folder, except for the one that replaces it in a reload. When a server
-starts with another number of engines than before, each engine moves the files that belong to it now
-(`engine.protocol.placement`) from the old folders, unless another server is using them.
+A single engine uses the folder itself; of several, each has a folder in it,
+`engine-RANK-of-ENGINES`. So every engine is alone in its folder, except for the one that replaces
+it in a reload. When a server starts, each engine moves the files that belong to it now
+(`engine.protocol.placement`) from the folders of other setups, unless another server is using them:
+
+- of another number of engines;
+- `RANK-of-ENGINES`, the folders of a version that placed a state by its digest's remainder. With
+  any number of engines, the same included, most states are another engine's since.
+
+A file moves by a rename, and each file belongs to one engine. So engines may start at once, and
+what one that was killed has not moved is moved at the next start.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ PREFIX_FOLDER = "prefixes"  # folder of cached prefixes, within an engine's fold
 
 log = logging.getLogger(__name__)
 
-_OTHER = re.compile(r"(\d+)-of-(\d+)")
+_FOLDER = re.compile(r"(engine-)?(\d+)-of-(\d+)")  # without "engine-": placed by remainder
 
 
 def open_file_store(
@@ -32,7 +39,7 @@ def open_file_store(
     These are the model's named states and the cached states of this variant. `sync` as for
     StateFileStore. Raises ConfigError if the folder cannot be used.
     """
-    mine = folder if home.engines == 1 else folder / f"{home.rank}-of-{home.engines}"
+    mine = folder if home.engines == 1 else folder / f"engine-{home.rank}-of-{home.engines}"
     file_store = StateFileStore(mine, model, sync)
     try:
         others = _others(folder, home)
@@ -44,24 +51,29 @@ def open_file_store(
     moved = 0
     for other in others:
         if is_used(lock_of(other, model)):
-            log.warning("%s: left alone, because another server is using it", other)
+            log.warning(
+                "%s: left alone, because another server is using it; its states are taken over at "
+                "a start or reload after that server has ended",
+                other,
+            )
             continue
         moved += _move_all(other, mine, model, home)
         cached = other / PREFIX_FOLDER
         if not cached.is_symlink():
             moved += _move_all(cached, mine / PREFIX_FOLDER, variant, home)
     if moved:
-        log.info("%s: moved %d files of a setup with another number of engines", mine, moved)
+        log.info("%s: moved %d files of another setup of engines here", mine, moved)
     return file_store
 
 
 def _others(folder: Path, home: StatePlacement) -> list[Path]:
-    """Return the folders of setups with another number of engines."""
+    """Return the folders of other setups: another number of engines, or placed by remainder."""
     found = [folder] if home.engines > 1 else []
     for path in sorted(folder.iterdir()):
-        match = _OTHER.fullmatch(path.name)
-        engines = int(match[2]) if match else home.engines
-        if engines != home.engines and path.is_dir() and not path.is_symlink():
+        match = _FOLDER.fullmatch(path.name)
+        if match is None or (match[1] and int(match[3]) == home.engines):
+            continue
+        if path.is_dir() and not path.is_symlink():
             found.append(path)
     return found
 
