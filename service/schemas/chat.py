@@ -1,6 +1,6 @@
 """Request and answer of POST /v1/chat/completions: OpenAI's fields and extensions.
 
-Fields of OpenAI's API that are not supported are accepted at their neutral values only (`_Only`).
+Fields of OpenAI's API that are not supported are accepted at their neutral values only (`Only`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     Tag,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, core_schema, to_json
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on only
 
 from service.schemas.common import (
@@ -27,33 +25,8 @@ from service.schemas.common import (
     TopLogprobs,
     Usage,
 )
+from service.schemas.only import Only
 from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
-
-
-class _Only:
-    """Annotation of a field that is accepted at the listed values only."""
-
-    def __init__(self, *allowed: Any) -> None:
-        self._allowed = allowed
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"enum": list(self._allowed)}
-
-    def _check(self, value: Any) -> Any:
-        if any(type(value) is type(one) and value == one for one in self._allowed):
-            return value
-        words = " or ".join(to_json(one).decode() for one in self._allowed)
-        raise PydanticCustomError(
-            "not_supported", "is not supported here; allowed: {words}", {"words": words}
-        )
-
 
 MOST_MESSAGES = 4096  # in one conversation
 
@@ -87,12 +60,12 @@ class ChatMessage(RequestModel):
         "expects strings. null is allowed for assistants only.",
     )
     name: str | None = None
-    refusal: Annotated[Any, _Only(None)] = None
-    audio: Annotated[Any, _Only(None)] = None
-    annotations: Annotated[Any, _Only(None, [])] = None
-    function_call: Annotated[Any, _Only(None)] = None
-    tool_calls: Annotated[Any, _Only(None, [])] = None
-    tool_call_id: Annotated[Any, _Only(None)] = None
+    refusal: Annotated[Any, Only(None)] = None
+    audio: Annotated[Any, Only(None)] = None
+    annotations: Annotated[Any, Only(None, [])] = None
+    function_call: Annotated[Any, Only(None)] = None
+    tool_calls: Annotated[Any, Only(None, [])] = None
+    tool_call_id: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
     def _content_of_others(self) -> ChatMessage:
@@ -146,22 +119,26 @@ class ChatRequest(TemplateFields, OpenAIRequest):
     safety_identifier: str | None = None
     parallel_tool_calls: bool | None = None
     # Not supported
-    audio: Annotated[Any, _Only(None)] = None
-    documents: Annotated[Any, _Only(None)] = None
-    function_call: Annotated[Any, _Only(None, "none", "auto")] = None
-    functions: Annotated[Any, _Only(None, [])] = None
-    modalities: Annotated[Any, _Only(None, ["text"])] = None
-    moderation: Annotated[Any, _Only(None)] = None
-    prediction: Annotated[Any, _Only(None)] = None
-    prompt_cache_options: Annotated[Any, _Only(None)] = None
-    prompt_cache_retention: Annotated[Any, _Only(None, "in_memory")] = None
-    reasoning_effort: Annotated[Any, _Only(None, "none")] = None
-    service_tier: Annotated[Any, _Only(None, "auto", "default")] = None
-    store: Annotated[Any, _Only(None, False)] = None
-    tool_choice: Annotated[Any, _Only(None, "none", "auto")] = None
-    tools: Annotated[Any, _Only(None, [])] = None
-    verbosity: Annotated[Any, _Only(None, "medium")] = None
-    web_search_options: Annotated[Any, _Only(None)] = None
+    audio: Annotated[Any, Only(None)] = None
+    documents: Annotated[Any, Only(None)] = None
+    function_call: Annotated[Any, Only(None, "none", "auto")] = None
+    functions: Annotated[Any, Only(None, [])] = None
+    modalities: Annotated[Any, Only(None, ["text"])] = None
+    moderation: Annotated[Any, Only(None)] = None
+    prediction: Annotated[Any, Only(None)] = None
+    prompt_cache_options: Annotated[Any, Only(None)] = None
+    prompt_cache_retention: Annotated[Any, Only(None, "in_memory")] = None
+    reasoning_effort: Annotated[Any, Only(None, "none")] = None
+    service_tier: Annotated[Any, Only(None, "auto", "default")] = None
+    store: Annotated[Any, Only(None, False)] = None
+    tool_choice: Annotated[Any, Only(None, "none", "auto")] = None
+    tools: Annotated[Any, Only(None, [])] = None
+    verbosity: Annotated[Any, Only(None, "medium")] = None
+    web_search_options: Annotated[Any, Only(None)] = None
+    # Not supported, and sent with every conversation by routers: see OpenAIRequest
+    include_reasoning: Annotated[Any, Only(None, True)] = None
+    separate_reasoning: Annotated[Any, Only(None, True)] = None
+    stream_reasoning: Annotated[Any, Only(None, True)] = None
 
 
 class TopLogprob(BaseModel):

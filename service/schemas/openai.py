@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -26,6 +26,7 @@ from service.schemas.common import (
     TopK,
     TopP,
 )
+from service.schemas.only import Only
 from service.schemas.states import CachePoints, CacheSalt
 from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
@@ -76,6 +77,11 @@ class OpenAIRequest(RequestModel):
     guided_regex: str | None = Field(default=None, description=FORMER)
     guided_choice: Choices | None = Field(default=None, description=FORMER)
     guided_grammar: str | None = Field(default=None, description=FORMER)
+    # Not supported. vllm-router reads a request into fields of SGLang, and sends these with their
+    # defaults even where the client did not.
+    no_stop_trim: Annotated[Any, Only(None, False)] = None
+    return_hidden_states: Annotated[Any, Only(None, False)] = None
+    skip_special_tokens: Annotated[Any, Only(None, True)] = None
 
 
 class OpenAIChoice(BaseModel):

@@ -236,7 +236,9 @@ NEUTRAL = {
     "stream_options": None, "temperature": 0, "tool_choice": "none", "tools": [],
     "top_logprobs": None, "top_p": 1, "user": "u", "verbosity": "medium",
     "web_search_options": None, "documents": None, "add_generation_prompt": True,
-    "continue_final_message": False, "chat_template_kwargs": {},
+    "continue_final_message": False, "chat_template_kwargs": {}, "no_stop_trim": False,
+    "skip_special_tokens": True, "return_hidden_states": False, "separate_reasoning": True,
+    "stream_reasoning": True, "include_reasoning": True,
 }  # fmt: skip
 
 
@@ -317,6 +319,7 @@ async def test_every_openai_field_is_accepted(chat: Service) -> None:
             "not allowed",
         ),
         ({"store": 0}, "store", "allowed: null or false"),
+        ({"separate_reasoning": False}, "separate_reasoning", "allowed: null or true"),
         ({"reasoning_effort": "high"}, "reasoning_effort", 'allowed: null or "none"'),
         ({"best_of": 2}, "best_of", "unknown field"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

@@ -233,6 +233,9 @@ NEUTRAL = {
     "echo": False,
     "seed": None,
     "stream": False,
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
 }
 
 
@@ -242,7 +245,15 @@ async def test_every_openai_field_is_accepted(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("suffix", "x"), ("stream_options", {}), ("best_of", 1)]
+    ("field", "value"),
+    [
+        ("suffix", "x"),
+        ("stream_options", {}),
+        ("best_of", 1),
+        ("no_stop_trim", True),
+        ("skip_special_tokens", False),
+        ("return_hidden_states", True),
+    ],
 )
 async def test_what_is_not_supported_says_so(service: Service, field: str, value: Any) -> None:
     message = await service.refused(PATH, {"prompt": "a", "n": 2, field: value}, field)
