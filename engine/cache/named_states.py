@@ -610,19 +610,22 @@ class NamedStates:
         tier = self.info(named).tier if named.point.state.has_row else info.tier
         return replace(info, tier=tier, busy=named.key in self.locks)
 
-    def on_found(self, key: Key, found: Found) -> None:
-        """Bring a name up to date with what a shared store has."""
+    def on_found(self, key: Key, found: Found) -> bool:
+        """Bring a name up to date with what a shared store has.
+
+        Returns False if that needs the content, which was not asked for.
+        """
         if self._is_changing(key):  # by this engine, which knows better
-            return
+            return True
         named, tag = self._index.get(key), found.generation.encode()
         if tag == (b"" if named is None else named.known_tag):
             if named is not None and found.snapshot is not None:
                 self._bring(named.point.state, found.snapshot)
-            return
+            return True
         self._remove(key)
         content, (owner, id) = found.snapshot, key
         if content is None:
-            return
+            return found.generation == ABSENT
         file = self._file(key)
         read = content.tokens - len(content.tail) // ID_BYTES
         state = CachedState(read, owner, files={file}, written={file}, digest=content.digest)
@@ -633,6 +636,7 @@ class NamedStates:
         self._bring(state, content)
         if len(self._index) > 2 * self._tiers.rows + SPARE_NAMES:
             self._forget_rowless()
+        return True
 
     def _bring(self, state: CachedState, content: Snapshot) -> None:
         """Put a state from the store into a row, if there is one; else it is read again later."""

@@ -120,8 +120,9 @@ class SharedStates(StateStore):
         self.threads = WorkerThreads()
         self._store = store
         self._layout = layout
-        # Called with a key and what the store has of it, before a fetch's `then`.
-        self.on_found: Callable[[Key, Found], None] = lambda key, found: None
+        # Called with a key and what the store has of it, before a fetch's `then`. Returns False if
+        # the version that the engine had when the fetch began is gone, so its content is needed.
+        self.on_found: Callable[[Key, Found], bool] = lambda key, found: True
         self._held: dict[str, _Held] = {}  # by file name
         self._asking: set[str] = set()  # files whose lock a fetch of this engine is asking for
         self._changing: dict[str, int] = {}  # writes and removals in progress, by file name
@@ -155,13 +156,13 @@ class SharedStates(StateStore):
                 no lock is held.
         """
         fetch = Fetch(wants, then, most)
-        for want in wants:
-            file = self.file_of(*want.key)
-            if want.lock and (file in self._held or file in self._asking):
-                busy = StateBusy(f"state {want.key[1]!r} is being replaced by another request")
-                self._later.append((0.0, partial(self._end, fetch, busy)))
-                return fetch
-        self._asking.update(self._file_of_key(want.key) for want in wants if want.lock)
+        locked = [self.file_of(*want.key) for want in wants if want.lock]
+        if any(file in self._held or file in self._asking for file in locked):
+            ids = ", ".join(repr(want.key[1]) for want in wants if want.lock)
+            busy = StateBusy(f"state {ids} is being replaced by another request")
+            self._later.append((0.0, partial(self._tell, fetch, busy)))
+            return fetch
+        self._asking.update(locked)
         self._look(fetch)
         return fetch
 
@@ -170,7 +171,7 @@ class SharedStates(StateStore):
         fetch.abandoned = True
 
     def _look(self, fetch: Fetch) -> None:
-        lane = self._lane(self._file_of_key(fetch.wants[0].key))
+        lane = self._lane(self.file_of(*fetch.wants[0].key))
         self._submit(lane, partial(self._open_all, fetch), partial(self._on_opened, fetch))
 
     def _open_all(self, fetch: Fetch) -> bytes:
@@ -199,7 +200,18 @@ class SharedStates(StateStore):
         if isinstance(error, StateBusy) and self._may_end(fetch, error):
             self._later.append((time.monotonic() + LOCK_WATCH_SECONDS, partial(self._look, fetch)))
             return
+        if error is None and not fetch.abandoned:
+            unknown = [want for want in fetch.wants if not self._takes(want)]
+            if unknown:
+                for want in unknown:
+                    want.known = ABSENT
+                self._look(fetch)
+                return
         self._end(fetch, error)
+
+    def _takes(self, want: Want) -> bool:
+        assert want.found is not None
+        return self.on_found(want.key, want.found)
 
     def _may_end(self, fetch: Fetch, busy: StateBusy) -> bool:
         """Return whether another server's lock may be abandoned, so that waiting may help."""
@@ -210,7 +222,6 @@ class SharedStates(StateStore):
         return before is None or rest < before  # otherwise it was renewed
 
     def _end(self, fetch: Fetch, error: EngineError | None) -> None:
-        files = [self._file_of_key(want.key) for want in fetch.wants if want.lock]
         locked = [want for want in fetch.wants if want.lock and want.held is not None]
         if error is not None or fetch.abandoned:
             for want in locked:
@@ -218,18 +229,17 @@ class SharedStates(StateStore):
                     self._unlock(want.held)
         else:
             for want in locked:
-                file = self._file_of_key(want.key)
+                file = self.file_of(*want.key)
                 assert want.held is not None and want.found is not None
                 self._held[file] = _Held(want.held, want.found.generation)
             self._note_held()
-        self._asking.difference_update(files)
-        if fetch.abandoned:
-            return
-        if error is None:
-            for want in fetch.wants:
-                assert want.found is not None
-                self.on_found(want.key, want.found)
-        fetch.then(error)
+        self._asking.difference_update(self.file_of(*one.key) for one in fetch.wants if one.lock)
+        self._tell(fetch, error)
+
+    @staticmethod
+    def _tell(fetch: Fetch, error: EngineError | None) -> None:
+        if not fetch.abandoned:
+            fetch.then(error)
 
     def describe(self, key: Key, then: Callable[[StateInfo | EngineError | None], None]) -> None:
         """Ask for a state's description; `then` gets None if there is no such state."""
@@ -244,7 +254,7 @@ class SharedStates(StateStore):
         def told(result: Result) -> None:
             then(_as_error(result) or (found[0] if found else None))
 
-        self._submit(self._lane(self._file_of_key(key)), ask, told)
+        self._submit(self._lane(self.file_of(*key)), ask, told)
 
     def list_states(
         self,
@@ -408,9 +418,6 @@ class SharedStates(StateStore):
         self._store.close()
 
     # Inside.
-
-    def _file_of_key(self, key: Key) -> str:
-        return self.file_of(*key)
 
     @staticmethod
     def _lane(name: str) -> str:

@@ -249,6 +249,28 @@ def test_requests_that_leave_while_the_store_is_asked_leave_no_lock(server: Serv
     assert isinstance(end, Finished)
 
 
+def test_a_copy_that_is_lost_while_the_store_is_asked_is_read_again(server: Server) -> None:
+    """The store has only said that the version is known, and no session may begin anew."""
+    one = server()
+    turn(one, b"abc")
+    id = one.submit(b"", 2, state="s", state_optional=True, keep=KeepState(id="s"))
+    one.engine._cache.states._remove(("", "s"))
+    one.finish()
+    assert text(one.ends[id]) == b"gh"
+    assert turn(one, b"", 1) == b"i"
+
+
+def test_several_requests_for_one_session_at_once(server: Server) -> None:
+    one, other = server(), server()
+    turn(one, b"abc")
+    ids = [one.submit(b"", 1, state="s", keep=KeepState(id="s")) for _ in range(4)]
+    one.finish()
+    served = [id for id in ids if isinstance(one.ends[id], Finished)]
+    assert len(served) == 1
+    assert {code(one.ends[id]) for id in set(ids) - set(served)} == {"state_busy"}
+    assert turn(other, b"", 1) == b"h"
+
+
 def test_what_cannot_be_served_gives_its_lock_back(server: Server) -> None:
     one, other = server(), server()
     assert code(one.run(b"", 1, state="s", state_optional=True, keep=KeepState(id="s"))) == (
