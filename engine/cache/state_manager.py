@@ -25,6 +25,10 @@ there; this is its *base*. At its end there are three cases:
 - otherwise the slot has read other tokens than those that are kept, and a *rebuild* takes over: a
   sequence that continues from the base and reads its tail and the answer, except for the last
   token.
+
+A sequence whose request says `no_cache` has nothing to do with the prefix cache: it looks nothing
+up, and so has no marks to store a state at, and neither its answer nor its slot is copied there.
+Named states are kept for it as for any other.
 """
 
 from __future__ import annotations
@@ -257,7 +261,8 @@ class StateCacheManager:
         """
         own = self._of.get(sequence.key)
         source = None if own is None or own.source is None else own.source.state
-        cacheable = source is None or sequence.request.cache_points
+        request = sequence.request
+        cacheable = not request.no_cache and (source is None or request.cache_points)
         hit = self.cache.lookup(sequence, source) if cacheable else CacheHit()
         if hit.state is not None and not hit.state.has_row:
             self.disk.load(hit.state)
@@ -366,7 +371,8 @@ class StateCacheManager:
 
     def on_slot_reused(self, sequence: Sequence) -> None:
         """Save the state in a slot that another sequence gets before the answer is known."""
-        self.cache.copy_answer(sequence)
+        if not sequence.request.no_cache:
+            self.cache.copy_answer(sequence)
 
     def may_end(self, sequence: Sequence, reason: FinishReason, kept: int | None) -> bool:
         """Return whether a client may end this sequence now.
@@ -394,7 +400,8 @@ class StateCacheManager:
         The state in its slot has read `read` tokens of the answer; None: unknown, so nothing is
         stored.
         """
-        if read is not None and reason in ("stop", "length"):
+        cacheable = not sequence.request.no_cache and reason in ("stop", "length")
+        if read is not None and cacheable:
             self.cache.store_answer(sequence, read)
 
     def needs_rebuild(self, sequence: Sequence, reason: FinishReason, read: int | None) -> bool:

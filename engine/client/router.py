@@ -1,9 +1,11 @@
 """EngineRouter: sends each request to one of the engines of a model.
 
 A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`).
-Any other request goes to the least loaded engine, or to the one that has read most of its prompt
-before (`engine.client.prefix_affinity`) if that is only slightly busier. State calls go where their
-ids say, and results of several engines are merged. With a single engine all of this is skipped.
+Any other request goes to the engine that its `placement` names, by the function that places states,
+or else to the one that has read most of its prompt before (`engine.client.prefix_affinity`), in
+both cases only if that is at most slightly busier than the least loaded engine, which gets the
+request otherwise. State calls go where their ids say, and results of several engines are merged.
+With a single engine all of this is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateAction, StateReply
 
 # How many more requests than the least loaded engine a prefix hit may cost: one per this many
-# cached tokens, at most this part of the engine's slots, and only if it has a free slot.
+# cached tokens, at most this part of the engine's slots, and only if it has a free slot. For a
+# placement, of which the router does not know how much is cached, it is that part of the slots, but
+# at least one request: otherwise two requests at once would part wherever engines have few slots.
 TOKENS_PER_REQUEST = 256
 MORE_IN_FLIGHT = 1 / 8
 
@@ -200,16 +204,34 @@ class EngineRouter(EngineBackend):
         """Return the engine to read a prompt that does not continue a named state."""
         among = self._ready_clients()
         chosen = self._least_loaded(among)
-        hashes = self._hashes(request)
-        if not hashes:
-            return chosen
-        known, tokens = self._affinity.find(hashes, among)
-        if known is not None:
-            more = min(tokens / TOKENS_PER_REQUEST, known.slots * MORE_IN_FLIGHT)
-            if known.in_flight < min(known.slots, chosen.in_flight + more):
+        hashes = [] if request.no_cache else self._hashes(request)
+        placed = self._placed(request) if request.placement else None
+        if placed is not None and self._may_take(
+            placed, chosen, max(placed.slots * MORE_IN_FLIGHT, 1)
+        ):
+            chosen = placed
+        elif hashes:
+            known, tokens = self._affinity.find(hashes, among)
+            if known is not None and self._may_take(
+                known, chosen, min(tokens / TOKENS_PER_REQUEST, known.slots * MORE_IN_FLIGHT)
+            ):
                 chosen = known
-        self._affinity.note(hashes, chosen)
+        if hashes:
+            self._affinity.note(hashes, chosen)
         return chosen
+
+    def _placed(self, request: Request) -> EngineClient | None:
+        """Return the engine that a request's `placement` names; None if it is not ready."""
+        client = self.by_rank[engine_of_state(request.owner, request.placement, len(self.by_rank))]
+        return client if client is not None and client.state == "ready" else None
+
+    @staticmethod
+    def _may_take(preferred: EngineClient, least: EngineClient, more: float) -> bool:
+        """Whether a preferred engine, with `more` requests than the least loaded, may get another.
+
+        Never if it has no free slot.
+        """
+        return preferred.in_flight < min(preferred.slots, least.in_flight + more)
 
     # Named states.
 

@@ -311,7 +311,11 @@ class DecodeScheduler:
             decode_steps=plan.steps if plan.decodes else 0,
             decode_seconds=result.decode_seconds / plan.steps,
             prefix_queries_tokens=sum(
-                [one.request.prompt_tokens for one in plan.admit if not one.text]
+                [
+                    one.request.prompt_tokens
+                    for one in plan.admit
+                    if not (one.text or one.request.no_cache)
+                ]
             ),
             prefix_hits_tokens=sum([one.cached_tokens for one in plan.admit]),
         )
