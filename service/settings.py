@@ -74,6 +74,23 @@ TRUSTED_PROXIES = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
 
 AccessLogFormat = Literal["json", "text", "off"]
 
+# Headers that cannot name a session, since they hold a secret or say how the message is read.
+NO_SESSION_HEADERS = (
+    "authorization", "connection", "content-encoding", "content-length", "content-type", "cookie",
+    "expect", "host", "te", "trailer", "transfer-encoding", "upgrade", "x-api-key",
+)  # fmt: skip
+
+
+def _check_session_header(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}", value):
+        raise ValueError("allowed: the name of a header, such as x-session-id")
+    if value.lower() in NO_SESSION_HEADERS:
+        raise ValueError(
+            f"allowed: a header of its own, such as x-session-id; none of "
+            f"{', '.join(NO_SESSION_HEADERS)}"
+        )
+    return value
+
 
 class Settings(BaseSettings):
     """The settings of one server, immutable.
@@ -100,7 +117,7 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = None  # one name:key or name key per line
     admin_key: SecretStr | None = None
     admin_key_file: Path | None = None
-    metrics_access: Literal["open", "key", "admin"] = "open"  # the key that opens /metrics
+    metrics_access: Literal["open", "key", "admin"] = "open"  # who reads /metrics and /load
 
     # Each engine. engine.config.EngineConfig checks the values.
     model: str = EngineConfig.model
@@ -142,6 +159,8 @@ class Settings(BaseSettings):
     tls_key: Path | None = None  # PEM; None = the key is in the certificate's file
     playground: bool = True  # the page at /
     cors_origin: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] = ()
+    # The header that is a request's session_id; None = x-session-id chooses the engine, if any.
+    session_header: Annotated[str, AfterValidator(_check_session_header)] | None = None
 
     # Limits of one request.
     max_body_bytes: PositiveInt = 16 * 2**20

@@ -108,6 +108,11 @@ class Stats(msgspec.Struct, frozen=True):
     evictions: dict[str, int] = {}  # states evicted from each tier in this round
     store_errors: int = 0  # state files that could not be written or removed
 
+    @property
+    def state_usage(self) -> float:
+        """The part of the state slots that running sequences hold, 0 to 1; 0 without slots."""
+        return self.slots_used / self.slots_total if self.slots_total else 0.0
+
     def load(self) -> Stats:
         """Return a copy with the load only, for a process that had no part in the round."""
         return Stats(

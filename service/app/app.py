@@ -32,6 +32,7 @@ from service.routes import (
     completions,
     generate,
     health,
+    load,
     metrics,
     models,
     playground,
@@ -111,7 +112,7 @@ def create_app(
     app.state.lifecycle = lifecycle
     app.state.grammars = grammars
     errors.install(app)
-    for module in (generate, score, completions, chat, tokenize, models, health, metrics):
+    for module in (generate, score, completions, chat, tokenize, models, health, load, metrics):
         app.include_router(module.router)
         for route in module.router.routes:
             if isinstance(route, JsonRoute):

@@ -22,8 +22,9 @@ from service.keys import ApiKeys, Key, KeyRing, load_keys
 from service.settings import Settings
 
 # Paths that reveal nothing about any client.
-OPEN_PATHS = {"/health", "/ready", "/docs", "/openapi.json"}
-METRICS_PATH = "/metrics"
+OPEN_PATHS = {"/health", "/ready", "/version", "/docs", "/openapi.json"}
+# Paths that tell sums over all clients; the settings say who may read them.
+METRICS_PATHS = {"/metrics", "/load"}
 BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 # The kind of key that a path requires.
@@ -45,7 +46,7 @@ class Access:
         Args:
             keys: API keys; None: anybody may ask.
             admin: The admin key, if there is one.
-            metrics: The key that /metrics requires.
+            metrics: The key that METRICS_PATHS require.
             pages: Open paths in addition to OPEN_PATHS.
         """
         self.keys = keys
@@ -62,7 +63,7 @@ class Access:
         """Return the kind of key that `path` requires."""
         if path in self._open:
             return "open"
-        if path == METRICS_PATH:
+        if path in METRICS_PATHS:
             return self._metrics
         if path == "/admin" or path.startswith("/admin/"):
             return "admin"
@@ -89,7 +90,7 @@ class Access:
             )
         owner = None if self.keys is None else self.keys.find(shown)
         admin = None if self._admin is None else self._admin.find(shown)
-        if admin is not None and (level == "admin" or path == METRICS_PATH):
+        if admin is not None and (level == "admin" or path in METRICS_PATHS):
             return admin
         if owner is None:
             raise _unauthorized("the API key is not valid", 'error="invalid_token"')

@@ -340,7 +340,9 @@ def _submit(inference: InferenceRequest, tasks: list[GenerationTask], *, stream:
     inference.check_kept([task.use.source for task in tasks if task.use.source])
     points: Points = {}
     if tasks[0].packed is not tasks[-1].packed:  # else they are samples of one prompt
-        points = shared_prefixes((task.use.company, task.packed) for task in tasks)
+        points = shared_prefixes(
+            (task.use.company, task.packed) for task in tasks if not task.use.no_cache
+        )
     for task in tasks:
         found = points.get((task.use.company, task.packed), ()) if points else ()
         task.submit(inference, stream=stream, junctions=found)

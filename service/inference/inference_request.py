@@ -118,6 +118,8 @@ class InferenceRequest:
         self._arrived = arrived
         self.owner = owner
         self.least_priority = least_priority
+        self.placement = ""  # engine requests with the same text go to the same engine if possible
+        self.session_field = "session_id"  # what named the session: this field, or a header
         self._before_engine = 0.0  # seconds from the arrival until the latest submit
         self._cut = False
         self.awaits_reader = False  # a write is waiting for the client to read
@@ -248,7 +250,7 @@ class InferenceRequest:
                 with what it has.
             interval: Tokens that a delivery of the stream gathers (see RequestStream).
             grammar_field: The client's field that gave the grammar, for error messages.
-            fields: Other fields of requests.Request, except `id` and `owner`.
+            fields: Other fields of requests.Request, except `id`, `owner` and `placement`.
 
         Raises EngineUnavailable, and Draining after `cut`.
         """
@@ -259,6 +261,7 @@ class InferenceRequest:
             id=self._backend.new_id(),
             prompt=prompt,
             owner=self.owner,
+            placement=self.placement,
             timeout=max(timeout - self._before_engine, LEAST_TIMEOUT),
             **fields,
         )
@@ -372,7 +375,7 @@ class InferenceRequest:
     def _named(self, error: EngineError, which: int) -> EngineError:
         """Name an engine error's parameter as the client knows it."""
         if error.param == "keep":
-            field = "session_id" if self._chosen[which] else "return_state"
+            field = self.session_field if self._chosen[which] else "return_state"
             error.param = self.keep_field or field
         elif error.param == "grammar":
             error.param = self._grammar_fields[which]

@@ -17,6 +17,7 @@ from service.http.scope import RUNTIME
 from service.inference.admission_control import AdmissionControl
 from service.inference.event_template import TokenParts
 from service.inference.inference_request import InferenceRequest, RequestsInFlight
+from service.inference.inputs.session_header import SessionHeader
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate, load_text
@@ -47,6 +48,7 @@ class Runtime:
         self.starts = starts
         self.model_name = settings.model_name or info.name  # the name in requests and answers
         self.loaded_at = int(time.time())  # seconds since 1970
+        self.session_header = SessionHeader.of(settings)
         self.requests = RequestsInFlight()
         self.admission = AdmissionControl(
             backend, settings.max_waiting, settings.max_waiting_tokens, settings.engines
@@ -103,6 +105,7 @@ class Runtime:
     def begin_beside(self, inference: InferenceRequest) -> InferenceRequest:
         """Begin a further InferenceRequest of the same HTTP request, arriving now."""
         beside = self.begin(time.perf_counter(), inference.owner, inference.least_priority)
+        beside.placement = inference.placement
         if inference.is_cut:
             beside.cut()
         return beside

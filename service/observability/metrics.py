@@ -189,6 +189,12 @@ class Metrics:
             ),
             ("state_slots_used", "State slots in use.", "slots_used"),
             ("state_slots_total", "State slots of all engines.", "slots_total"),
+            (
+                "state_usage_ratio",
+                "State slots in use as a part of all engines' slots, 0 to 1; "
+                "cached and kept states do not count.",
+                "state_usage",
+            ),
             ("states", "States kept under an id.", "states"),
         ):
             gauge = Gauge(f"minserve_{name}", text, registry=self.registry)
@@ -372,5 +378,5 @@ def _held(engines: Callable[[], Sequence[int | None]], rank: int) -> float:
 
 
 def _stat(load: Callable[[], Stats], field: str) -> float:
-    value: int = getattr(load(), field)
+    value: float = getattr(load(), field)
     return value

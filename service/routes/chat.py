@@ -59,6 +59,9 @@ async def chat_completions(
     """Answer a conversation, as OpenAI's API does. 400 for a model without a chat template."""
     check_model(body.model, runtime.model_name, runtime.info)
     _check(body)
+    runtime.session_header.check_none(
+        request.scope, "/v1/chat/completions", "messages hold the whole conversation"
+    )
     tasks = await _tasks(body, runtime, inference, check)
     view = _View(body, runtime, tasks, f"chatcmpl-{request.scope[REQUEST_ID]}")
     if body.stream:
@@ -94,8 +97,8 @@ async def _tasks(
     if not (end_id is None or end_id in info.eos_token_ids or body.ignore_eos):
         params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, end_id))
     ids = await read_messages(body, body.messages, runtime.chat, info)
-    salt = {"cache_salt": body.cache_salt, "cache_points": body.cache_points}
-    use = await read_use(salt, runtime, inference, common.timeout, "")
+    cache = {name: getattr(body, name) for name in ("cache_salt", "cache_points", "no_cache")}
+    use = await read_use(cache, runtime, inference, common.timeout, "")
     check_points(use, len(ids))
     size = RequestSize("messages", settings)
     size.add_prompt(len(ids), n)

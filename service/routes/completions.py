@@ -65,7 +65,8 @@ async def completions(
     check_model(body.model, runtime.model_name, runtime.info)
     n = body.n or 1
     draws = body.best_of or n
-    _check(body, n, draws)
+    body.session_id = runtime.session_header.completed(request.scope, body.session_id, inference)
+    _check(body, n, draws, inference.session_field)
     drawn = await _tasks(body, runtime, inference, check, draws)
     tasks = [task for i, task in enumerate(drawn) if i % draws < n]  # one per choice
     answer_id = f"cmpl-{request.scope[REQUEST_ID]}"
@@ -88,7 +89,8 @@ async def completions(
     return await render(tokens, respond)
 
 
-def _check(body: CompletionRequest, n: int, draws: int) -> None:
+def _check(body: CompletionRequest, n: int, draws: int, session: str) -> None:
+    """Check fields that depend on each other; `session` is what named the session, if any did."""
     if draws < n:
         raise invalid("best_of", f"is {draws}; allowed: null or at least n ({n})")
     if draws > n and body.stream:
@@ -100,9 +102,9 @@ def _check(body: CompletionRequest, n: int, draws: int) -> None:
     check_same_most(body.max_tokens, body.max_completion_tokens)
     if body.session_id is not None:
         if draws > 1 or _is_many(body.prompt):
-            raise invalid("session_id", "allowed with one prompt, n 1 and best_of 1 only")
+            raise invalid(session, "allowed with one prompt, n 1 and best_of 1 only")
         if body.echo and body.logprobs is not None:
-            raise invalid("session_id", "not allowed together with both echo and logprobs")
+            raise invalid(session, "not allowed together with both echo and logprobs")
     if body.return_state and draws > n:
         raise invalid("return_state", f"allowed with best_of null or n ({n}) only")
 

@@ -51,6 +51,7 @@ async def generate(
     """
     check_model(body.model, runtime.model_name, runtime.info)
     check_count("prompts", len(body.prompts), runtime.settings.max_prompts, "prompts")
+    body.session_id = runtime.session_header.completed(request.scope, body.session_id, inference)
     inference.reserve(len(body.prompts))
     tasks = await _tasks(body, runtime, inference, check)
     answer_id = f"gen-{request.scope[REQUEST_ID]}"
@@ -90,7 +91,7 @@ async def _tasks(
         sessions = [one for one in states.get("session_id", ()) if one is not None]
         if len(set(sessions)) < len(sessions):
             raise invalid(
-                "session_id",
+                inference.session_field,
                 "several prompts name the same session; allowed: one prompt for each session",
             )
     common = await read_common(

@@ -206,7 +206,7 @@ async def _run(
         points = shared_prefixes(
             (tasks[i].use.company, context)
             for i, context in zip(submitted, contexts, strict=True)
-            if context
+            if context and not tasks[i].use.no_cache
         )
     for i, context in zip(submitted, contexts, strict=True):
         task = tasks[i]

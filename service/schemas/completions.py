@@ -16,7 +16,7 @@ from service.schemas.common import (
     Usage,
 )
 from service.schemas.openai import OpenAIChoice, OpenAIRequest, OpenAIResponse
-from service.schemas.states import LeftState, ReturnState, SessionId, StateSource, Ttl
+from service.schemas.states import LeftState, ReturnState, SessionId, StateSource, Ttl, Turn
 
 
 def _one_or_many(value: Any) -> str | None:
@@ -75,6 +75,7 @@ class CompletionRequest(OpenAIRequest):
     )
     state: StateSource | None = None
     session_id: SessionId | None = None
+    turn: Turn | None = None
     return_state: ReturnState | None = None
     state_ttl: Ttl | None = None
     suffix: str | None = Field(

@@ -38,10 +38,12 @@ from service.schemas.states import (
     CachePoints,
     CacheSalt,
     LeftState,
+    NoCache,
     ReturnState,
     SessionId,
     StateSource,
     Ttl,
+    Turn,
 )
 from service.schemas.structured import ResponseFormat, StructuredOutputs
 
@@ -84,10 +86,12 @@ class GenerateRequest(RequestModel):
     structured_outputs: PerPrompt[StructuredOutputs] = None
     state: PerPrompt[StateSource] = None
     session_id: PerPrompt[SessionId] = None
+    turn: PerPrompt[Turn] = None
     return_state: PerPrompt[ReturnState] = None
     state_ttl: PerPrompt[Ttl] = None
     cache_salt: PerPrompt[CacheSalt] = None
     cache_points: PerPromptList[CachePoints] = None
+    no_cache: PerPrompt[NoCache] = None
     parse_special: ParseSpecial | None = None
     stream: bool | None = Field(
         default=None, description="Whether to answer with server-sent events."

@@ -27,7 +27,7 @@ from service.schemas.common import (
     TopP,
 )
 from service.schemas.only import Only
-from service.schemas.states import CachePoints, CacheSalt
+from service.schemas.states import CachePoints, CacheSalt, NoCache
 from service.schemas.structured import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
 FORMER = "vLLM's former name of a field of structured_outputs."
@@ -72,6 +72,7 @@ class OpenAIRequest(RequestModel):
     stream_interval: StreamInterval | None = None
     cache_salt: CacheSalt | None = None
     cache_points: CachePoints | None = None
+    no_cache: NoCache | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = Field(default=None, description=FORMER)
     guided_regex: str | None = Field(default=None, description=FORMER)

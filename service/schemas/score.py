@@ -20,6 +20,7 @@ from service.schemas.states import (
     CachePoints,
     CacheSalt,
     LeftState,
+    NoCache,
     ReturnState,
     StateSource,
     Ttl,
@@ -56,6 +57,7 @@ class ScoreRequest(RequestModel):
     state_ttl: Ttl | None = None
     cache_salt: CacheSalt | None = None
     cache_points: CachePoints | None = None
+    no_cache: NoCache | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> ScoreRequest:

@@ -64,6 +64,24 @@ CacheSalt = Annotated[
         "request reads.",
     ),
 ]
+NoCache = Annotated[
+    bool,
+    Field(
+        description="Whether to keep the prompt and its answer out of the prefix cache: nothing is "
+        "read from it, and nothing is left in it. Not with cache_salt or cache_points. Default: "
+        "false."
+    ),
+]
+Turn = Annotated[
+    int,
+    Field(
+        ge=1,
+        le=INT32_MAX,
+        description="The number of this turn in the text that is continued, from 1 on. If that "
+        "text has had this turn, the answer is 409 turn_done, and if turns before it are missing, "
+        "409 turn_ahead; nothing is done then. Default: not checked.",
+    ),
+]
 CachePoints = Annotated[
     Many[Annotated[int, Field(ge=1, le=INT32_MAX)]],
     Field(
@@ -124,10 +142,13 @@ class KeptState(BaseModel):
     )
     object: Literal["state"] = "state"
     tokens: int = Field(description="Tokens of the text that the state has read.")
+    turns: int = Field(description="How many requests have made that text.")
     bytes: int = Field(description="Size of the state.")
     fingerprint: str = Field(description="Fingerprint of the model that the state belongs to.")
-    tier: Literal["device", "host", "disk"] | None = Field(
-        default=None, description="Where the state is: in device memory, main memory or on disk."
+    tier: Literal["device", "host", "disk", "store"] | None = Field(
+        default=None,
+        description="Where the state is: in device memory, in main memory, on disk or in the "
+        "shared store.",
     )
     created: float | None = None
     expires: float | None = Field(
@@ -138,8 +159,8 @@ class KeptState(BaseModel):
     )
     stored: bool | None = Field(
         default=None,
-        description="Whether the state is in the state folder, where it survives a restart; false: "
-        "it is in memory only; null: the server stores no states on disk.",
+        description="Whether the state is in the state folder or the shared store, where it "
+        "survives a restart; false: it is in memory only; null: the server has neither.",
     )
 
 
@@ -166,8 +187,10 @@ class StateRequest(RequestModel):
     )
     ttl: Ttl | None = None
     return_state: ReturnState | None = None
+    turn: Turn | None = None
     cache_salt: CacheSalt | None = None
     cache_points: CachePoints | None = None
+    no_cache: NoCache | None = None
     timeout: Timeout | None = None
     priority: Priority | None = None
 

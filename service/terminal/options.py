@@ -261,7 +261,9 @@ AdminKeyFile = Annotated[
 ]
 MetricsAccess = Annotated[
     str | None,
-    Option(help="Who may read /metrics: open (anybody), key (any API key) or admin [open]."),
+    Option(
+        help="Who may read /metrics and /load: open (anybody), key (any API key) or admin [open]."
+    ),
 ]
 
 TlsCertificate = Annotated[
@@ -279,6 +281,13 @@ CorsOrigin = Annotated[
         help="Origin whose web pages may call the API: https://HOST, https://HOST:PORT or *; "
         "repeatable [none].",
         metavar=TEXT,
+    ),
+]
+SessionHeader = Annotated[
+    str | None,
+    Option(
+        help="Header that is the session_id of requests to /v1/completions and /v1/generate "
+        "[none: x-session-id only chooses the engine]."
     ),
 ]
 

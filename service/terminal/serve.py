@@ -59,6 +59,7 @@ def serve(
     tls_key: options.TlsKey = None,
     playground: options.Playground = None,
     cors_origin: options.CorsOrigin = None,
+    session_header: options.SessionHeader = None,
 ) -> None:
     """Serve a model over HTTP.
 

@@ -27,7 +27,10 @@ UNFINISHED = 4  # tokens that an incomplete character can consist of
 BORROWED_SECONDS = 60.0  # lifetime of an imported snapshot beyond its request's timeout
 
 # The fields of requests that are read here.
-FIELDS = ("state", "session_id", "return_state", "state_ttl", "cache_salt", "cache_points")
+FIELDS = (
+    "state", "session_id", "turn", "return_state", "state_ttl", "cache_salt", "cache_points",
+    "no_cache",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,13 @@ class StateUse:
 
     source: str = ""  # id of the state that the prompt continues
     optional: bool = False  # begin a new text if there is no such state
+    turn: int = 0  # number of the turn in the text of that state; 0: not checked
     keep: KeepState | None = None  # how to keep the state at the end
     recent: tuple[int, ...] = ()  # the source's last tokens, if they matter
     begins: bool = True  # the prompt's text is the beginning of a text
     cache_points: tuple[int, ...] = ()
     cache_salt: str = ""
+    no_cache: bool = False  # neither read from the prefix cache nor leave anything in it
 
     @property
     def goes_on(self) -> bool:
@@ -60,12 +65,17 @@ class StateUse:
     def fields(self, points: Sequence[int] = ()) -> dict[str, Any]:
         """Return the fields of requests.Request.
 
-        `points`: cache points to use if the client named none.
+        `points`: cache points to use if the client named none. With `no_cache` there are none.
         """
         told: dict[str, Any] = {"cache_salt": self.cache_salt}
         if self.source:
             told |= {"state": self.source, "state_optional": self.optional}
-        told["cache_points"] = self.cache_points or tuple(points)
+        if self.turn:
+            told["turn"] = self.turn
+        if self.no_cache:
+            told["no_cache"] = True
+        else:
+            told["cache_points"] = self.cache_points or tuple(points)
         if self.keep is not None:
             told["keep"] = self.keep
         return told
@@ -100,14 +110,22 @@ async def read_use(
     if not any(value is not None for value in given.values()):
         return NO_STATES
     state, session = given["state"], given["session_id"]
+    field = inference.session_field
     if session is not None and state is not None:
-        raise invalid(name("session_id"), "not allowed together with state")
+        named = name(field) if field in FIELDS else field
+        raise invalid(named, "not allowed together with state")
+    turn, no_cache = given["turn"] or 0, bool(given["no_cache"])
+    if turn and session is None and state is None:
+        raise invalid(name("turn"), "allowed with session_id or state only")
     keep = _keep(given, name)
     salt, points = given["cache_salt"] or "", tuple(given["cache_points"] or ())
     _check_salt(salt, name)
     if points and session is not None:
-        raise invalid(name("cache_points"), "not allowed together with session_id")
-    use = StateUse(keep=keep, cache_salt=salt, cache_points=points)
+        raise invalid(name("cache_points"), f"not allowed together with {field}")
+    if no_cache and (salt or points):
+        other = "cache_salt" if salt else "cache_points"
+        raise invalid(name("no_cache"), f"not allowed together with {other}")
+    use = StateUse(keep=keep, turn=turn, cache_salt=salt, cache_points=points, no_cache=no_cache)
     if isinstance(state, SnapshotSource):
         info = await _bring_in(state, inference, timeout, f"{name('state')}.snapshot")
         return replace(use, source=info.id, recent=tuple(info.recent), begins=False)
@@ -223,6 +241,7 @@ def state_object(info: StateInfo) -> dict[str, Any]:
         "id": info.id,
         "object": "state",
         "tokens": info.tokens,
+        "turns": info.turns,
         "bytes": info.bytes,
         "fingerprint": info.fingerprint,
         "tier": info.tier,
@@ -239,6 +258,7 @@ def _described(snapshot: bytes) -> dict[str, Any]:
     ends = (header.tensors[name]["data_offsets"][1] for name in header.tensors if name != "tail")
     return {
         "tokens": int(header.metadata["tokens"]),
+        "turns": int(header.metadata.get("turns", 0)),
         "bytes": max(ends),
         "fingerprint": header.metadata["fingerprint"],
     }
