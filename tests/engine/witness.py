@@ -62,6 +62,9 @@ class StrictRunner(FakeRunner):
             self._begun[admission.key] = admission.cached_tokens
         result = super()._carry_out(plan)
         for admission in plan.admit:
+            if admission.request.no_cache:
+                assert admission.cached_tokens == 0 and admission.source is None
+                continue  # it leaves nothing, so no other is cut because of it
             prompt, marks = unpack_ids(admission.request.prompt), self._marks(admission.request)
             self._seen.append((prompt, self.answers[admission.key], marks))
         for chunk in plan.prefill:
@@ -72,6 +75,8 @@ class StrictRunner(FakeRunner):
         """Where its prompt may be cut: at its own points and where it may leave what the prefix
         cache knows, which is of others' texts all that they share, or no more than to a mark; of an
         answer the last token may not have been read."""
+        if request.no_cache:
+            return set()
         prompt, marks = unpack_ids(request.prompt), set(request.cache_points)
         for text, answer, others in self._seen:
             shared = _common(prompt, [*text, *answer])
@@ -208,6 +213,7 @@ class Witness:
         answer, reason = full_answer(request)
         assert end.completion_tokens == len(told)
         assert end.prompt_tokens == len(unpack_ids(request.prompt))
+        assert not (request.no_cache and end.cached_tokens)
         timing = end.timing
         assert min(timing.queue, timing.prefill or 0, timing.decode or 0) >= 0
         assert (timing.decode is not None) == (end.completion_tokens > 0)

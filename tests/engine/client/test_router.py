@@ -141,6 +141,69 @@ async def test_one_that_is_full_gets_nothing_while_others_have_slots() -> None:
             assert max(loads) <= 16 and loads[first] <= loads[1 - first] + 2
 
 
+async def test_requests_of_one_placement_go_to_one_engine() -> None:
+    """To the engine that would keep a state of this name, whatever the prompts are."""
+    async with together(slots=16, share_slots=64) as router:
+        for rank in range(3):
+            for name in ids_of(rank):
+                for number in range(4):  # one after the other: nobody has anything to do
+                    asked = ask(router, f"{number} {name}" * 40, placement=name)
+                    assert rank_of(router, asked) == rank
+                    await end(asked)
+
+
+async def test_a_placement_is_not_followed_where_it_would_cost_much() -> None:
+    for slots, more in ((4, 1), (8, 1), (32, 4)):
+        async with together(slots=slots, step_seconds=0.01) as router:
+            (name,) = ids_of(1, count=1)
+            ranks = [
+                rank_of(router, ask(router, f"{number}", max_tokens=500, placement=name))
+                for number in range(3 * slots)
+            ]
+            assert ranks[:more] == [1] * more and set(ranks) == {0, 1, 2}
+            for count in range(1, len(ranks)):
+                loads = [ranks[:count].count(rank) for rank in range(3)]
+                assert max(loads) <= min(min(loads) + more, slots)
+
+
+async def test_a_placement_counts_for_more_than_what_was_read_before() -> None:
+    async with together(slots=16, share_slots=64) as router:
+        first, second = ids_of(0, count=1)[0], ids_of(2, count=1)[0]
+        text = "x" * 64
+        asked = ask(router, text, placement=first)
+        assert rank_of(router, asked) == 0
+        await end(asked)
+        asked = ask(router, text)
+        assert rank_of(router, asked) == 0, "it has read it"
+        await end(asked)
+        asked = ask(router, text, placement=second)
+        assert rank_of(router, asked) == 2
+        await end(asked)
+
+
+async def test_a_placement_at_an_engine_that_is_away_is_no_error() -> None:
+    async with together(slots=16) as router:
+        without = EngineRouter([router.clients[0], None, router.clients[2]], [0.0, 5.0, 0.0])
+        (name,) = ids_of(1, count=1)
+        ranks = set()
+        for number in range(4):
+            stream = ask(without, f"{number}", placement=name)
+            ranks |= {rank for rank in (0, 2) if router.clients[rank].has(stream.id)}
+            await end(stream)
+        assert ranks == {0, 2}, "the others take turns"
+
+
+async def test_a_state_decides_before_a_placement() -> None:
+    async with together(slots=16) as router:
+        (name,), (id,) = ids_of(1, count=1), ids_of(2, count=1)
+        asked = ask(router, "abc", keep=KeepState(id=id), placement=name)
+        assert rank_of(router, asked) == 2
+        await end(asked)
+        asked = ask(router, "", state=id, placement=name)
+        assert rank_of(router, asked) == 2
+        assert (await end(asked)).completion_tokens == 3
+
+
 async def test_prompts_of_other_owners_and_salts_have_nothing_in_common() -> None:
     async with together(slots=64, step_seconds=0.01) as router:
         ranks = {

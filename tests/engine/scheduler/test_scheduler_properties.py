@@ -50,6 +50,7 @@ def requests(draw: st.DrawFn) -> Request:
         score=draw(st.booleans()),
         score_from=draw(marks),
         cache_points=tuple(draw(st.lists(marks, max_size=2))),
+        no_cache=draw(st.sampled_from([False, False, True])),
         owner=draw(st.sampled_from(["", "a", "b"])),
         priority=draw(st.integers(-1, 1)),
         timeout=draw(st.one_of(st.none(), st.none(), st.integers(1, 5))),
