@@ -15,13 +15,14 @@ from engine.errors import EngineError
 from service.app.auth import ApiKeyAuth, load_access
 from service.app.cors import NamedOrigins
 from service.app.middleware import RequestAccounting
-from service.app.openapi import describe_access
+from service.app.openapi import describe
 from service.app.router import FastRouter
 from service.http import errors
 from service.http.body import BodyLimit
 from service.http.uvicorn_protocol import send_refusal
 from service.inference.engines import Engines, OneEngine
 from service.inference.inputs.grammar_check import GrammarCheck
+from service.inference.inputs.session_header import SessionHeader
 from service.inference.lifecycle import Lifecycle
 from service.observability import otel
 from service.observability.access_log import AccessLog, LineWriter
@@ -124,7 +125,7 @@ def create_app(
         app.include_router(playground.router)
     if access.has_admin:
         app.include_router(admin.router)
-    describe_access(app, access)
+    describe(app, access, SessionHeader.of(settings))
     # The middleware that is added last sees a request first.
     limits = {
         TEXT_PATH: lambda: settings.max_text_bytes,

@@ -13,7 +13,10 @@ from service.schemas.common import ErrorBody
 from service.schemas.operation import LoadReport, VersionInfo
 
 router = APIRouter(tags=["operation"])
-VERSION_ANSWERS: dict[int | str, dict[str, Any]] = {200: {"model": VersionInfo}}
+VERSION_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"model": VersionInfo},
+    "5XX": {"model": ErrorBody},
+}
 LOAD_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"model": LoadReport},
     503: {"model": ErrorBody},

@@ -286,8 +286,8 @@ CorsOrigin = Annotated[
 SessionHeader = Annotated[
     str | None,
     Option(
-        help="Header that is the session_id of requests to /v1/completions and /v1/generate "
-        "[none: x-session-id only chooses the engine]."
+        help="Header that is the session_id of requests to /v1/completions and /v1/generate; "
+        "without this option x-session-id only chooses the engine [none]."
     ),
 ]
 

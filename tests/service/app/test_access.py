@@ -108,7 +108,7 @@ async def test_refusals_read_no_body(guarded: Service) -> None:
 
 
 async def test_what_is_open(guarded: Service) -> None:
-    for path in ("/health", "/ready", "/docs", "/openapi.json", "/metrics"):
+    for path in ("/health", "/ready", "/version", "/load", "/docs", "/openapi.json", "/metrics"):
         assert (await guarded.http.get(path)).status_code == 200, path
     families = await scrape(guarded)
     http = "minserve_http_requests_total"
@@ -263,7 +263,7 @@ async def test_the_schema_tells_who_needs_a_key(guarded: Service, service: Servi
     assert set(schema["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
     for path, operations in schema["paths"].items():
         for operation in operations.values():
-            closed = path not in ("/health", "/ready", "/metrics")
+            closed = path not in ("/health", "/ready", "/version", "/load", "/metrics")
             assert ("security" in operation) == closed, path
             assert ("401" in operation["responses"]) == closed
             assert ("403" in operation["responses"]) == path.startswith("/admin")

@@ -9,7 +9,10 @@ import httpx
 from tests.service.harness import fake_runner, save_byte_tokenizer
 from tests.service.live import listening
 
-PATHS = ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/fake", "/docs", "/openapi.json")
+PATHS = (
+    "/health", "/ready", "/version", "/load", "/metrics", "/v1/models", "/v1/models/fake", "/docs",
+    "/openapi.json",
+)  # fmt: skip
 
 
 def test_it_is_answered_as_get_is(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ async def test_metrics(service: Service) -> None:
     # A prompt's step draws the first token; "wx" ends with a third one that is no text.
     assert value(families, "minserve_engine_step_seconds_count", phase="decode") == 3 + 3 + 2
     assert value(families, "minserve_state_slots_total") == 8
+    assert value(families, "minserve_state_usage_ratio") == 0
     assert value(families, "minserve_requests_running") == 0
     assert value(families, "minserve_engine_restarts_total") == 0
     assert value(families, "minserve_state_bytes", tier="device") >= 0

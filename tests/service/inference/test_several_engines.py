@@ -73,7 +73,12 @@ class Together:
 
 @asynccontextmanager
 async def together(
-    folder: Path, count: int, spare: int = 0, max_waiting: int = 64, **options: Any
+    folder: Path,
+    count: int,
+    spare: int = 0,
+    max_waiting: int = 64,
+    session_header: str | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Service, Together]]:
     """So many engines serve; `spare` are there beside them, for the first ranks."""
     outside: dict[bytes, list[int]] = {}
@@ -85,7 +90,9 @@ async def together(
         runner.outside = outside
         clients.append(EngineClient(InlineTransport(Engine(runner))))
     script = Together(clients, count)
-    settings = Settings(model="fake", engines=count, max_waiting=max_waiting)
+    settings = Settings(
+        model="fake", engines=count, max_waiting=max_waiting, session_header=session_header
+    )
     app = create_app(script, settings)
     async with app.router.lifespan_context(app), http_client(app) as http:
         service = Service(app, http, None, None)  # type: ignore[arg-type]

@@ -56,6 +56,7 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "state_store_errors": ("counter", ()),
     "state_slots_total": ("gauge", ()),
     "state_slots_used": ("gauge", ()),
+    "state_usage_ratio": ("gauge", ()),
     "states": ("gauge", ()),
     "step_batch_size": ("histogram", ()),
     "time_to_first_token_seconds": ("histogram", ()),
