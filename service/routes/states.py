@@ -71,11 +71,10 @@ async def create(
     timeout = read_timeout(body.timeout, runtime.settings)
     priority = read_priority(body.priority, inference.least_priority)
     size = RequestSize("prompt", runtime.settings)
-    if body.turn is not None and body.state is None and body.id is None:
-        raise invalid("turn", "allowed with state or id only")
-    values = {
-        name: getattr(body, name) for name in ("state", "cache_salt", "cache_points", "no_cache")
-    }
+    if body.turn is not None and body.state is None:
+        raise invalid("turn", "allowed with state only: without one a new text begins")
+    fields = ("state", "turn", "cache_salt", "cache_points", "no_cache")
+    values = {name: getattr(body, name) for name in fields}
     use = await read_use(values, runtime, inference, timeout, body.prompt)
     ids = await read_prompt(
         body.prompt,
@@ -106,7 +105,7 @@ async def create(
         stream=False,
         timeout=timeout,
         priority=priority,
-        **{**use.fields(), "keep": keep, "turn": body.turn or 0},
+        **{**use.fields(), "keep": keep},
     )
     finished = await unless_client_leaves(request.scope, request.receive, read_whole(inference))
     if apart and finished.state is not None:

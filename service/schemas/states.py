@@ -77,9 +77,9 @@ Turn = Annotated[
     Field(
         ge=1,
         le=INT32_MAX,
-        description="The number of this turn in the text that is continued, from 1 on. If that "
-        "text has had this turn, the answer is 409 turn_done, and if turns before it are missing, "
-        "409 turn_ahead; nothing is done then. Default: not checked.",
+        description="With session_id or state only: the number of this turn in the text that is "
+        "continued, from 1 on. If the text has had this turn, the answer is 409 turn_done, and if "
+        "turns before it are missing, 409 turn_ahead; nothing is done then. Default: not checked.",
     ),
 ]
 CachePoints = Annotated[

@@ -51,8 +51,7 @@ async def test_each_prompt_has_its_own(service: Service) -> None:
 
 
 async def test_what_goes_on_from_a_state_may_have_a_turn(service: Service) -> None:
-    await service.post(STATES, {"prompt": "abc", "id": "s", "turn": 1})
-    assert turns(service) == [1]
+    await service.post(STATES, {"prompt": "abc", "id": "s"})
     body = {"prompt": "", "state": "s", "turn": 2, "n": 2, **GREEDY}
     answer = await service.post(COMPLETIONS, body)
     assert [choice["text"] for choice in answer["choices"]] == ["def"] * 2
@@ -75,7 +74,8 @@ async def test_what_goes_on_from_a_state_may_have_a_turn(service: Service) -> No
             "session_id or state only",
         ),
         (GENERATE, {"prompts": ["a"], "session_id": "s", "turn": [1, 2]}, "turn", "2 values"),
-        (STATES, {"prompt": "a", "turn": 1}, "turn", "state or id only"),
+        (STATES, {"prompt": "a", "turn": 1}, "turn", "state only"),
+        (STATES, {"prompt": "a", "id": "s", "turn": 1}, "turn", "state only"),
         (COMPLETIONS, {"prompt": "a", "session_id": "s", "turn": 0}, "turn", "1"),
         (COMPLETIONS, {"prompt": "a", "session_id": "s", "turn": "1"}, "turn", "integer"),
         (COMPLETIONS, {"prompt": "a", "session_id": "s", "turn": True}, "turn", "integer"),
@@ -89,6 +89,45 @@ async def test_bad_input(service: Service, path: str, body: Any, param: str, say
     assert not service.runner.admitted
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_is_carried_out_once(service: Service, stream: bool) -> None:
+    """Also where the first event of a stream would be."""
+    body = {"prompt": "abc", "session_id": "talk", "stream": stream, **GREEDY}
+
+    async def refused(turn: int, code: str) -> str:
+        answer = await service.post(COMPLETIONS, {**body, "turn": turn}, 409)
+        assert (answer["error"]["code"], answer["error"]["param"]) == (code, "turn")
+        message: str = answer["error"]["message"]
+        return message
+
+    await refused(2, "turn_ahead")
+    for turn in (1, 2):
+        response = await service.http.post(COMPLETIONS, json={**body, "turn": turn})
+        assert response.status_code == 200
+        for earlier in range(1, turn + 1):
+            assert f"{6 * turn} tokens" in await refused(earlier, "turn_done")
+        await refused(turn + 2, "turn_ahead")
+        state = (await service.http.get(f"{STATES}/session:talk")).json()
+        assert (state["turns"], state["tokens"]) == (turn, 6 * turn), "nothing was done"
+
+
+async def test_a_turn_that_is_done_spoils_no_other_prompt(service: Service) -> None:
+    body = {"prompts": ["abc", "st"], "session_id": ["a", "b"], "turn": 1, **GREEDY}
+    await service.post(GENERATE, {**body, "session_id": ["a", None], "turn": [1, None]})
+    done, fresh = (await service.post(GENERATE, body))["results"]
+    assert (done["error"]["code"], done["error"]["param"]) == ("turn_done", "turn")
+    assert (fresh["text"], fresh["state"]["turns"]) == ("uvw", 1)
+
+
+async def test_states_go_on_by_turns(service: Service) -> None:
+    await service.post(STATES, {"prompt": "abc", "id": "s"})
+    body = {"prompt": "d", "state": "s", "id": "s", "turn": 2}
+    made = await service.post(STATES, body)
+    assert (made["turns"], made["tokens"]) == (2, 4)
+    answer = await service.post(STATES, body, 409)
+    assert (answer["error"]["code"], answer["error"]["param"]) == ("turn_done", "turn")
+
+
 async def test_states_tell_their_turns(service: Service) -> None:
     info = StateInfo("s", "", 9, 100, "store", "f", 1.0, 2.0, stored=True, turns=3)
     told = state_object(info)
@@ -98,9 +137,7 @@ async def test_states_tell_their_turns(service: Service) -> None:
     kept = await service.post(STATES, {"prompt": "abc", "id": "s"})
     seen = (await service.http.get(f"{STATES}/s")).json()
     (listed,) = (await service.http.get(STATES)).json()["data"]
-    for state in (choice["state"], kept, seen, listed):
-        assert type(state["turns"]) is int and state["turns"] >= 0
-    assert kept["turns"] == seen["turns"] == listed["turns"]
+    assert [state["turns"] for state in (choice["state"], kept, seen, listed)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
