@@ -309,7 +309,7 @@ class RequestRoute(JsonRoute):
             return within
         owner, least_priority = scope[KEY_NAME] or "", scope[LEAST_PRIORITY]
         inference = scope[INFERENCE] = runtime.begin(scope[ARRIVED], owner, least_priority)
-        inference.placement = runtime.session_header.value(scope)
+        inference.placement = runtime.session_header.placement(scope)
         inference.trace = scope.get(TRACE)
         if inference.trace is not None:
             inference.trace.model = runtime.model_name

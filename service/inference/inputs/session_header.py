@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from starlette.types import Scope
 
+from engine.protocol.placement import digest_of
 from service.http.errors import invalid
 from service.http.scope import header
 from service.inference.inference_request import InferenceRequest
@@ -35,17 +36,24 @@ class SessionHeader:
     """The header of one server's settings."""
 
     name: str  # in lower case
+    key: bytes  # the name as it stands in an ASGI scope
     names_session: bool  # whether it is the session_id, and not the placement alone
 
     @classmethod
     def of(cls, settings: Settings) -> SessionHeader:
         """Return the header of a server with these settings."""
         given = settings.session_header
-        return cls((given or PLACEMENT_HEADER).lower(), given is not None)
+        name = (given or PLACEMENT_HEADER).lower()
+        return cls(name, name.encode(), given is not None)
 
-    def value(self, scope: Scope) -> str:
-        """Return the header's value in a request, or "" if it is not there."""
-        return header(scope, self.name.encode()) or ""
+    def placement(self, scope: Scope) -> str:
+        """Return the text by which a request is placed; "" if the header is not there.
+
+        It is the header's value, or the digest of one that is longer than any state's id: the text
+        travels with every prompt of the request.
+        """
+        value = header(scope, self.key) or ""
+        return value if len(value) <= MOST_ID else digest_of(value)
 
     def session(self, scope: Scope) -> str | None:
         """Return the session that the header names; None if it names none.
@@ -55,15 +63,14 @@ class SessionHeader:
         """
         if not self.names_session:
             return None
-        key = self.name.encode()
-        values = {value.decode("latin-1") for name, value in scope["headers"] if name == key}
-        if not values:
+        found = {value for name, value in scope["headers"] if name == self.key}
+        if not found:
             return None
-        if len(values) > 1:
+        if len(found) > 1:
             raise invalid(self.name, "the header is there several times, with different values")
-        (value,) = values
+        (value,) = found
         try:
-            return _SESSION_ID.validate_python(value)
+            return _SESSION_ID.validate_python(value.decode("latin-1"))
         except ValidationError:
             raise invalid(
                 self.name,

@@ -130,12 +130,17 @@ async def test_other_requests_are_answered_as_without_it(service: Service) -> No
 async def test_without_the_option_it_is_no_session(byte_folder: Path) -> None:
     """Any text will do, also beside a session of another name."""
     async with running(fake_runner(byte_folder, host_rows=64)) as service:
-        for value in ("talk", "a b/c", "", "x" * 5000):
+        for value in ("talk", "a b/c", "", "x" * 128):
             (choice,) = (await post(service, COMPLETIONS, {"prompt": "abc", **GREEDY}, value))[
                 "choices"
             ]
             assert choice["text"] == "def" and "state" not in choice
             assert service.runner.admitted[-1].placement == value
+        long = set()
+        for value in ("x" * 5000, "x" * 5000, "x" * 5001):
+            await post(service, COMPLETIONS, {"prompt": "abc", **GREEDY}, value)
+            long.add(service.runner.admitted[-1].placement)
+        assert len(long) == 2 and max(map(len, long)) <= 128, "what is longer travels as a digest"
         body = {"prompts": ["abc", "x"], "session_id": ["one", None], **GREEDY}
         first, second = (await post(service, GENERATE, body, "two"))["results"]
         assert first["state"]["id"] == "session:one" and "state" not in second
