@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from engine.cache.cache_config import CacheConfig
 from engine.cache.shared.client import SharedStates
 from engine.cache.shared.connect import open_shared_store
@@ -115,7 +117,7 @@ class Engine:
         slots, share_slots = config.max_slots, config.share_slots
         if config.max_step_tokens is None or slots is None or share_slots is None:
             raise ValueError("the runner has not chosen max_step_tokens and its slots")
-        self.info = info
+        self.info = replace(info, shared_states=config.state_store is not None)
         self.broken: EngineDead | None = None
         self._grammars = runner.grammars
         home, variant = StatePlacement(config.rank, config.engines), _variant(info)

@@ -1,6 +1,7 @@
 """EngineRouter: sends each request to one of the engines of a model.
 
-A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`).
+A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`). With
+a shared store, where every engine finds it, it goes to the next one if that engine is not available.
 Any other request goes to the engine that its `placement` names, by the function that places states,
 or else to the one that has read most of its prompt before (`engine.client.prefix_affinity`), in
 both cases only if that is at most slightly busier than the least loaded engine, which gets the
@@ -24,7 +25,7 @@ from engine.client.prefix_affinity import PrefixAffinity, prefix_hashes
 from engine.client.request_stream import ReadyStreams, RequestStream, StreamInbox
 from engine.errors import EngineError, EngineLoading, StateBusy, StateNotFound
 from engine.protocol.events import ModelInfo
-from engine.protocol.placement import engine_of_state
+from engine.protocol.placement import engine_of_state, engines_in_order
 from engine.protocol.queue_policy import Waiters, WaitersOfAll
 from engine.protocol.requests import FinishReason, Request
 from engine.protocol.state_calls import StateAction, StateReply
@@ -176,13 +177,19 @@ class EngineRouter(EngineBackend):
         waits = [self._back_at.get(rank, 0.0) - time.monotonic() for rank in ranks]
         return EngineLoading(f"{what} is not available right now", retry_after=max(1.0, *waits))
 
+    @property
+    def _shares_states(self) -> bool:
+        infos = [client.info for client in self.clients]
+        return any(info is not None and info.shared_states for info in infos)
+
     def _owner_of_state(self, owner: str, id: str) -> EngineClient:
-        """Return the engine that keeps this state. Raises EngineLoading if it is not available."""
-        rank = engine_of_state(owner, id, len(self.by_rank))
-        client = self.by_rank[rank]
-        if client is None or client.state != "ready":
-            raise self.missing("the engine that keeps this state", [rank])
-        return client
+        """Return the engine to ask about a state. Raises EngineLoading if none is available."""
+        ranks = engines_in_order(owner, id, len(self.by_rank))
+        for rank in ranks if self._shares_states else ranks[:1]:
+            client = self.by_rank[rank]
+            if client is not None and client.state == "ready":
+                return client
+        raise self.missing("the engine that keeps this state", ranks[:1])
 
     def _ready_clients(self) -> Sequence[EngineClient]:
         """Return the engines that are ready; if none is, all, since they can say why."""
@@ -242,6 +249,8 @@ class EngineRouter(EngineBackend):
         return max(engines.values(), default=0)
 
     def keeps_apart(self, owner: str, id: str, other: str) -> bool:
+        if self._shares_states:
+            return False
         engines = len(self.by_rank)
         return engine_of_state(owner, id, engines) != engine_of_state(owner, other, engines)
 
@@ -263,6 +272,9 @@ class EngineRouter(EngineBackend):
         return await client.ask_state(action, timeout=timeout, owner=owner, **fields)
 
     async def _list(self, *, limit: int = 100, **fields: Any) -> StateReply:
+        if self._shares_states:
+            client = self._least_loaded(self._ready_clients())
+            return await client.ask_state("list", limit=limit, **fields)
         if any(client is None or client.state != "ready" for client in self.by_rank):
             raise self.missing("an engine that keeps states")
         asked = [client.ask_state("list", limit=limit, **fields) for client in self.clients]

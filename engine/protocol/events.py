@@ -179,6 +179,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False  # logits of a sequence do not depend on the rest of its batch
     state: tuple[StateSpec, ...] = ()  # the tensors of one sequence's state
     backend: BackendInfo = BackendInfo("")  # what runs the model
+    shared_states: bool = False  # kept states are in a store, where every engine finds them
 
     @property
     def eos_token_id(self) -> int | None:

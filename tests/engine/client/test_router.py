@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,6 +333,25 @@ async def test_one_that_has_died_is_not_asked_and_its_states_are_missing() -> No
             await left.ready()
         with pytest.raises(EngineDead):
             ask(left, "x")
+
+
+async def test_with_a_shared_store_the_states_of_one_that_has_died_are_at_the_others(
+    tmp_path: Path,
+) -> None:
+    async with together(state_store=f"file://{tmp_path}") as router:
+        (mine,), (theirs,) = ids_of(1, count=1), ids_of(2, count=1)
+        await keep(router, mine)
+        assert rank_of(router, ask(router, "d", state=mine)) == 1, "as long as it is there"
+        assert (await router.ask_state("fork", id=mine, target=theirs, **ASK)).states
+        await router.clients[1].close()
+        going_on = ask(router, "", state=mine, keep=KeepState(id=mine), stream=False)
+        assert bytes((await end(going_on)).tokens) == b"def"
+        left = EngineRouter([router.clients[0], None, router.clients[2]], before=router)
+        listed = await left.ask_state("list", id="", limit=5, **ASK)
+        assert [one.id for one in listed.states] == sorted([mine, theirs])
+        assert (await left.ask_state("get", id=mine, **ASK)).states[0].turns == 2
+        assert (await left.ask_state("move", id=mine, target=ids_of(0)[0], **ASK)).states
+        assert not (await left.ask_state("delete", id=theirs, **ASK)).states
 
 
 class Hanging(EngineClient):
