@@ -341,12 +341,6 @@ class EngineConfig:
             "a folder",
         )
         check(
-            self.state_store is None or self.state_folder is None,
-            "state_folder",
-            self.state_folder,
-            "none with a state_store, which has the kept states",
-        )
-        check(
             self.state_sync in get_args(StateSync),
             "state_sync",
             self.state_sync,

@@ -123,14 +123,15 @@ class Engine:
         home, variant = StatePlacement(config.rank, config.engines), _variant(info)
         file_store = shared = None
         layout = StateLayout(info.fingerprint, info.vocab_size, info.state, info.d_model)
-        if config.state_store is not None:
-            sync = config.state_sync == "fsync"
-            store = open_shared_store(config.state_store, info.fingerprint, sync)
-            shared = SharedStates(store, layout)
-            shared.warn()
-        elif config.state_folder is not None:
-            folder, sync = Path(config.state_folder), config.state_sync == "fsync"
+        sync = config.state_sync == "fsync"
+        if config.state_folder is not None:
+            folder = Path(config.state_folder)
             file_store = open_file_store(folder, info.fingerprint, variant, home, sync)
+        if config.state_store is not None:
+            store = open_shared_store(config.state_store, info.fingerprint, sync)
+            threads = None if file_store is None else file_store.threads
+            shared = SharedStates(store, layout, threads)
+            shared.warn()
         cache = StateCacheManager(
             CacheConfig(
                 device_rows=share_slots,

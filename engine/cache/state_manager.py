@@ -88,7 +88,7 @@ class StateCacheManager:
 
         Args:
             config: sizes and limits.
-            file_store: this server's folder.
+            file_store: this server's folder; with `shared`, for cached prompts alone.
             clock: returns the time of day in seconds.
             shared: where named states are instead of the folder, if several servers share them.
 
@@ -99,6 +99,8 @@ class StateCacheManager:
         self.cache = PrefixCache(self.tiers, config.tree_bytes, config.with_whole_chunks)
         store = file_store if shared is None else shared
         self.shared = shared
+        # With a shared store, the folder has cached prompts alone.
+        self._folder_of_prompts = None if shared is None else file_store
         self.transfer = StateTransfer(self.tiers, config.layout, store)
         self.states = NamedStates(config, self.tiers, self.transfer, store, clock)
         if shared is not None:
@@ -530,6 +532,8 @@ class StateCacheManager:
 
     def close(self) -> None:
         """Wait until everything is written; must be the last call."""
+        if self._folder_of_prompts is not None:
+            self._folder_of_prompts.close()
         self.transfer.close()
 
     # Statistics.

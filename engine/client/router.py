@@ -1,12 +1,12 @@
 """EngineRouter: sends each request to one of the engines of a model.
 
-A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`). With
-a shared store, where every engine finds it, it goes to the next one if that engine is not available.
-Any other request goes to the engine that its `placement` names, by the function that places states,
-or else to the one that has read most of its prompt before (`engine.client.prefix_affinity`), in
-both cases only if that is at most slightly busier than the least loaded engine, which gets the
-request otherwise. State calls go where their ids say, and results of several engines are merged.
-With a single engine all of this is skipped.
+A request that uses a named state goes to the engine that keeps it (`engine.protocol.placement`).
+With a shared store, where every engine finds it, it goes to the next one if that engine is not
+available. Any other request goes to the engine that its `placement` names, by the function that
+places states, or else to the one that has read most of its prompt before
+(`engine.client.prefix_affinity`), in both cases only if that is at most slightly busier than the
+least loaded engine, which gets the request otherwise. State calls go where their ids say, and
+results of several engines are merged. With a single engine all of this is skipped.
 """
 
 from __future__ import annotations

@@ -116,8 +116,17 @@ class SharedStates(StateStore):
 
     shared = True
 
-    def __init__(self, store: SharedStore, layout: StateLayout) -> None:
-        self.threads = WorkerThreads()
+    def __init__(
+        self, store: SharedStore, layout: StateLayout, threads: WorkerThreads | None = None
+    ) -> None:
+        """Create without asking the store.
+
+        Args:
+            store: where the states are.
+            layout: shapes of the model's states.
+            threads: those of the engine's other files, if it has any.
+        """
+        self.threads = threads or WorkerThreads()
         self._store = store
         self._layout = layout
         # Called with a key and what the store has of it, before a fetch's `then`. Returns False if

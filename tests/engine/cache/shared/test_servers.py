@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,3 +313,19 @@ def test_any_interleaving_equals_one_server(server: Server) -> None:
         (told,) = rng.choice(servers).ask("get", id=id).states
         assert told.tokens == len(expected)
         assert bytes(told.recent) == expected[-4:]
+
+
+def test_a_folder_beside_the_store_has_cached_prompts(server: Server, tmp_path: Path) -> None:
+    """Named states are in the store; a prompt is found in the folder after a restart."""
+    options: dict[str, Any] = {"state_folder": str(tmp_path / "own"), "disk_cache_bytes": 10**8}
+    one = server(**options)
+    long = bytes(range(97, 107)) * 60
+    assert text(one.run(long, 1)) == b"k"
+    assert turn(one, b"abc") == b"def"
+    one.engine.close()
+    files = [path for path in (tmp_path / "own").rglob("*.safetensors")]
+    assert files and {path.parent.name for path in files} == {"prefixes"}
+    again = server(**options)
+    end = again.run(long, 1)
+    assert isinstance(end, Finished) and end.cached_tokens > 500
+    assert turn(again, b"") == b"ghi"
