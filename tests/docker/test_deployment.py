@@ -219,3 +219,88 @@ def test_volumes_are_mounted(pod: Any, container: Any) -> None:
     assert int(settings["MINSERVE_DISK_STATE_BYTES"]) < int(size.removesuffix("Gi")) * 2**30
     for name in ("API_KEYS", "ADMIN_KEY"):
         assert Path(settings[f"MINSERVE_{name}_FILE"]).parent.as_posix() in mounts
+
+
+# What runs these recipes is test_routers.py.
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+def test_the_router_recipes_fit_the_server() -> None:
+    config = yaml.safe_load((DOCKER / "routers/envoy.yaml").read_text(encoding="utf-8"))
+    (cluster,) = config["static_resources"]["clusters"]
+    (options,) = cluster["typed_extension_protocol_options"].values()
+    idle = seconds(options["common_http_protocol_options"]["idle_timeout"])
+    assert 0 < idle < default("keep_alive_timeout")
+    (check,) = cluster["health_checks"]
+    assert check["http_health_check"]["path"] == "/ready"
+    (listener,) = config["static_resources"]["listeners"]
+    (connection,) = listener["filter_chains"][0]["filters"]
+    (host,) = connection["typed_config"]["route_config"]["virtual_hosts"]
+    *closed, text, rest = host["routes"]
+    assert {route["match"]["prefix"] for route in closed} == {"/metrics", "/admin"}
+    assert all(route["direct_response"] == {"status": 404} for route in closed)
+    assert "retry_policy" not in text["route"], "a text is not kept"
+    assert seconds(rest["route"]["timeout"]) >= default("max_request_timeout")
+    assert seconds(connection["typed_config"]["stream_idle_timeout"]) >= default(
+        "max_request_timeout"
+    )
+    endpoints = yaml.safe_load((DOCKER / "routers/endpoints.yaml").read_text(encoding="utf-8"))
+    assert endpoints["resources"][0]["cluster_name"] == cluster["name"]
+    for name in ("vllm-router", "smg"):
+        script = (DOCKER / f"routers/{name}.sh").read_text(encoding="utf-8")
+        assert "--health-check-endpoint /ready" in script
+        (given,) = re.findall(r"--request-timeout-secs (\d+)", script)
+        assert float(given) >= default("max_request_timeout")
+        assert "--host 127.0.0.1" in script, "open to others only where one says so"
+
+
+def test_the_inference_extension_fits_the_base() -> None:
+    folder = DOCKER / "k8s/inference"
+    read = {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in folder.glob("*.yaml")
+    }
+    kubernetes_validate.validate(
+        read["networkpolicy"],
+        ".".join(kubernetes_validate.latest_version().split(".")[:2]),
+        strict=True,
+    )
+    overlay = read["kustomization"]
+    resources = {f"{name}.yaml" for name in set(read) - {"kustomization", "values"}}
+    assert set(overlay["resources"]) == {"../", *resources}
+    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert read["networkpolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    router = read["values"]["router"]
+    assert router["modelServers"]["matchLabels"] == labels
+    (port,) = router["modelServers"]["targetPorts"]
+    (container,) = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
+    assert port["number"] == container["ports"][0]["containerPort"]
+    picker = yaml.safe_load(
+        router["epp"]["pluginsCustomConfig"][router["epp"]["pluginsConfigFile"]]
+    )
+    plugins = {one["type"]: one.get("parameters", {}) for one in picker["plugins"]}
+    (profile,) = picker["schedulingProfiles"]
+    used = [*profile["plugins"], *picker["requestHandler"]["parsers"]]
+    assert {one["pluginRef"] for one in used} <= set(plugins)
+    weights = {one["pluginRef"]: one["weight"] for one in profile["plugins"]}
+    affinity = weights.pop("session-affinity-scorer")
+    assert affinity > sum(weights.values()), "a session stays also where its pod is busier"
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    (patch,) = overlay["patches"]
+    template = yaml.safe_load(patch["patch"])["spec"]["template"]
+    assert template["metadata"]["labels"] == {"llm-d.ai/engine-type": engine["name"]}
+    page = (DOCKER / "README.md").read_text(encoding="utf-8")
+    for name in ("queuedRequestsSpec", "runningRequestsSpec", "kvUsageSpec"):
+        assert f"| `{engine[name]}` |" in page, "the page says what it is"
+    (rule,) = read["httproute"]["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["group"], backend["kind"]) == (
+        "inference.networking.k8s.io",
+        "InferencePool",
+    )
+    assert seconds(rule["timeouts"]["request"]) >= default("max_request_timeout")
+    paths = {match["path"]["value"] for match in rule["matches"]}
+    assert not paths & {"/", "/metrics", "/admin"}

@@ -27,6 +27,7 @@ class Rule(NamedTuple):
 
 GPU = "its figures are a GPU's; on a CPU it takes hours or refuses"
 DOCKER = "needs Docker; the image itself: docker/verify/run, the file: tests/docker"
+ROUTERS = "tests/docker/test_routers.py run it"
 SERVES = "it serves until it is told to stop"
 RULES = (
     Rule(
@@ -82,6 +83,9 @@ RULES = (
     Rule("MINSERVE_CUDA=ON", "apart", ".ci/run installs so where nvcc is, not optimised"),
     Rule("docker ", "apart", DOCKER),
     Rule("kubectl ", "apart", "needs a cluster; the manifests: tests/docker"),
+    Rule("helm ", "apart", "needs a cluster; the values: tests/docker"),
+    Rule("(cd docker/routers", "apart", ROUTERS),
+    Rule("sh docker/routers/", "apart", ROUTERS),
 )
 
 
