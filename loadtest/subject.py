@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +34,7 @@ class Subject:
         before: Any = None, **settings: Any,
     ) -> None:  # fmt: skip
         """Create it without starting; `before` runs in the new process, before the server."""
-        port = free_port()
+        port = settings.get("port") or free_port()
         self.url = f"http://127.0.0.1:{port}"
         usual = {"model": SMALLEST, "device": "cpu", "threads": 1, "log_level": "error"}
         fields = {"port": port, **usual, **settings}
@@ -120,6 +121,13 @@ class Subject:
 
     def signal_engine(self, number: signal.Signals) -> None:
         os.kill(self.engine(), number)
+
+    def kill(self) -> None:
+        """End the server and all that it has started at once, as the loss of its machine does."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
     def processes(self) -> list[int]:
         """The process ids of the server and of all that it has started."""

@@ -205,6 +205,21 @@ ROWS: dict[str, list[Panel]] = {
             {"states": f"sum({of('minserve_states')})"},
         ),
         Panel(
+            "States looked up in the shared store",
+            "memory: this server had the newest version. store: it was read. refused: another turn "
+            "was running. unavailable: MinserveStateStoreUnavailable.",
+            {"{{result}}": f"sum by (result) ({rate('minserve_state_fetches_total')})"},
+            unit="ops",
+        ),
+        Panel(
+            "Seconds to look up a state", "In the shared store; a request waits for it.",
+            halves("minserve_state_fetch_seconds"), unit="s", log=True,
+        ),
+        Panel(
+            "Seconds to store a state", "In the shared store, until it has acknowledged.",
+            halves("minserve_state_store_write_seconds"), unit="s", log=True,
+        ),
+        Panel(
             "Prompt tokens of a request", "",
             halves("minserve_request_prompt_tokens"), width=12, log=True,
         ),

@@ -562,6 +562,8 @@ class StateCacheManager:
         }
         self._hits, self._misses, self.tiers.evictions = 0, Counter(), Counter()
         self.states.store_errors = self.disk.errors = 0
+        if self.shared is not None:
+            counts.update(self.shared.times.take())
         return counts
 
 

@@ -107,6 +107,10 @@ class Stats(msgspec.Struct, frozen=True):
     prefix_misses: dict[str, int] = {}
     evictions: dict[str, int] = {}  # states evicted from each tier in this round
     store_errors: int = 0  # state files that could not be written or removed
+    # With a store that servers share: seconds of each look-up of a name, by its result ("memory",
+    # "store", "new", "refused", "unavailable"), and seconds until each state was stored.
+    state_fetches: dict[str, list[float]] = {}
+    state_writes: list[float] = []
 
     @property
     def state_usage(self) -> float:

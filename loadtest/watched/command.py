@@ -15,7 +15,9 @@ import argparse
 import asyncio
 import json
 import math
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,9 @@ def judge(prometheus: Prometheus, dashboard: dict[str, Any]) -> list[Row]:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Return all rows. Raises RuntimeError if the server or Prometheus does not start."""
-    with Subject(**SETTINGS) as subject:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        subject = stack.enter_context(Subject(state_store=f"file://{folder}", **SETTINGS))
         asyncio.run(subject.started())
         with Prometheus(subject.url.removeprefix("http://"), args.prometheus) as prometheus:
             time.sleep(SETTLE)  # a counter's first value is no growth

@@ -34,6 +34,7 @@ ENDPOINTS = ("generate", "score", "completions", "chat/completions", "states", "
 GENERATING = ("generate", "completions", "chat/completions")
 MISSES = ("new", "unaligned", "unheld", "short")  # reasons of prefix cache misses
 TIERS = ("device", "host", "disk")
+FETCHES = ("memory", "store", "new", "refused", "unavailable")  # results of looking up a state
 CUTS = ("stalled", "late_head")  # reasons why connections were cut
 
 
@@ -133,6 +134,21 @@ class Metrics:
             "state_store_errors",
             "Named or cached states that could not be written to the state folder, or removed "
             "from it.",
+        )
+        self._fetches = self._counter(
+            "state_fetches",
+            "Names of states that were looked up in the shared state store, by what was found.",
+            ("result",),
+        )
+        self._fetch_seconds = self._histograms(
+            "state_fetch_seconds",
+            "Time that a request waits while a name is looked up in the shared state store.",
+            SECONDS,
+            ("result",),
+        )
+        self._write_seconds = self._histogram(
+            "state_store_write_seconds",
+            "Time until the shared state store has acknowledged a state.",
         )
         self._requests = self._counter(
             "requests", "HTTP requests for the model.", ("endpoint", "outcome")
@@ -245,6 +261,9 @@ class Metrics:
             self._misses.labels(reason=reason)
         for tier in TIERS:
             self._evictions.labels(tier=tier)
+        for result in FETCHES:
+            self._fetches.labels(result=result)
+            self._fetch_seconds.of(result)
 
     def set_limits(self, requests: int, prompt_tokens: int) -> None:
         """Set the limits of all engines' queues together: requests and their prompt tokens."""
@@ -289,6 +308,12 @@ class Metrics:
             self._evictions.labels(tier=tier).inc(evicted)
         if stats.store_errors:
             self._store_errors.inc(stats.store_errors)
+        for result, fetches in stats.state_fetches.items():
+            self._fetches.labels(result=result).inc(len(fetches))
+            for seconds in fetches:
+                self._fetch_seconds.of(result).observe(seconds)
+        for seconds in stats.state_writes:
+            self._write_seconds.observe(seconds)
         for finished in events.finished:
             self._finished(finished)
 

@@ -38,6 +38,7 @@ from engine.cache.shared.store import (
     SharedStore,
     StateName,
 )
+from engine.cache.shared.times import FetchResult, StoreTimes, result_of, result_of_error
 from engine.cache.storage import snapshot
 from engine.cache.storage.snapshot import Snapshot, StateLayout
 from engine.cache.storage.state_store import Parse, StateStore
@@ -127,6 +128,7 @@ class SharedStates(StateStore):
             threads: those of the engine's other files, if it has any.
         """
         self.threads = threads or WorkerThreads()
+        self.times = StoreTimes()
         self._store = store
         self._layout = layout
         # Called with a key and what the store has of it, before a fetch's `then`. Returns False if
@@ -245,10 +247,15 @@ class SharedStates(StateStore):
         self._asking.difference_update(self.file_of(*one.key) for one in fetch.wants if one.lock)
         self._tell(fetch, error)
 
-    @staticmethod
-    def _tell(fetch: Fetch, error: EngineError | None) -> None:
-        if not fetch.abandoned:
-            fetch.then(error)
+    def _tell(self, fetch: Fetch, error: EngineError | None) -> None:
+        if fetch.abandoned:
+            return
+        waited = time.monotonic() - fetch.began
+        for want in fetch.wants:
+            self.times.fetched(
+                _result_of(want) if error is None else result_of_error(error), waited
+            )
+        fetch.then(error)
 
     def describe(self, key: Key, then: Callable[[StateInfo | EngineError | None], None]) -> None:
         """Ask for a state's description; `then` gets None if there is no such state."""
@@ -326,7 +333,8 @@ class SharedStates(StateStore):
             return
         self._changing[name] = self._changing.get(name, 0) + 1
         made: list[bytes] = []
-        until = time.monotonic() + PATIENCE_SECONDS
+        began = time.monotonic()
+        until = began + PATIENCE_SECONDS
 
         def write() -> bytes:
             if not made:
@@ -339,6 +347,7 @@ class SharedStates(StateStore):
                 return
             self._changed(name)
             if isinstance(result, bytes):
+                self.times.wrote(time.monotonic() - began)
                 self._held.pop(name, None)  # the store has the lock back
                 self._note_held()
             done(result)
@@ -496,6 +505,11 @@ def parse(opened: Opened, name: StateName, layout: StateLayout) -> Found:
     if written_for != (name.owner, name.id):
         raise StateMalformed("it was written for another owner or id")
     return Found(opened.generation, found, created, ttl)
+
+
+def _result_of(want: Want) -> FetchResult:
+    assert want.found is not None
+    return result_of(want.found.generation, want.found.snapshot is not None)
 
 
 def _name_of(file: str) -> StateName:

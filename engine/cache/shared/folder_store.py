@@ -228,13 +228,9 @@ class FolderStore(SharedStore):
     def renew(self, locks: Iterable[Lock]) -> None:
         for lock in locks:
             path = self._place(lock.name) / "lock"
-            held = _read_text(path)
-            if held == lock.token:
+            if _read_text(path) == lock.token:
                 with suppress(FileNotFoundError):
                     os.utime(path)
-            elif not held:
-                with suppress(StateBusy):
-                    self._take_lock(path.parent, lock)
 
     @_uses_folder
     def list_states(self, owner: str, after: str, limit: int) -> tuple[list[Listed], bool]:

@@ -137,12 +137,11 @@ end
 return redis.call('EXISTS', KEYS[1])
 """)
 
-# KEYS: lock. ARGV: token, lease in ms. A lock that ended, and that nobody has taken, is taken
-# again.
+# KEYS: lock. ARGV: token, lease in ms. A lock that is gone is not taken again: its holder may have
+# given it back while this was under way.
 RENEW = Script("""#!lua flags=allow-oom
-local held = redis.call('GET', KEYS[1])
-if not held or held == ARGV[1] then
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+if redis.call('GET', KEYS[1]) == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
 end
 return 1
 """)

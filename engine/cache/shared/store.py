@@ -168,7 +168,10 @@ class SharedStore(ABC):
 
     @abstractmethod
     def renew(self, locks: Iterable[Lock]) -> None:
-        """Prolong the locks that are not lost. Raises StoreUnavailable."""
+        """Prolong the locks that are held; one that was given back stays free.
+
+        Raises StoreUnavailable.
+        """
 
     @abstractmethod
     def list_states(self, owner: str, after: str, limit: int) -> tuple[list[Listed], bool]:

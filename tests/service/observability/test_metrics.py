@@ -53,7 +53,10 @@ SERIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "score_latency_seconds": ("histogram", ()),
     "state_bytes": ("gauge", ("tier",)),
     "state_evictions": ("counter", ("tier",)),
+    "state_fetch_seconds": ("histogram", ("result",)),
+    "state_fetches": ("counter", ("result",)),
     "state_store_errors": ("counter", ()),
+    "state_store_write_seconds": ("histogram", ()),
     "state_slots_total": ("gauge", ()),
     "state_slots_used": ("gauge", ()),
     "state_usage_ratio": ("gauge", ()),
@@ -240,3 +243,17 @@ async def test_the_queue_tells_its_limits(byte_folder: Path) -> None:
         assert value(families, "minserve_requests_waiting_limit") == 7
         assert value(families, "minserve_waiting_prompt_tokens_limit") == 99
         assert value(families, "minserve_waiting_prompt_tokens") == 0
+
+
+async def test_where_a_shared_store_found_states(byte_folder: Path, tmp_path: Path) -> None:
+    runner = fake_runner(byte_folder, state_store=f"file://{tmp_path}/store")
+    async with running(runner) as service:
+        for _ in range(3):
+            body = {"prompt": "abc", "max_tokens": 2, "session_id": "s"}
+            await service.post("/v1/completions", body)
+        families = await scrape(service)
+        for result, count in {"new": 1, "memory": 2, "store": 0, "unavailable": 0}.items():
+            assert value(families, "minserve_state_fetches_total", result=result) == count
+            name = "minserve_state_fetch_seconds_count"
+            assert value(families, name, result=result) == count
+        assert value(families, "minserve_state_store_write_seconds_count") == 3

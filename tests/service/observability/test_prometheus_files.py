@@ -16,7 +16,7 @@ import promql_parser
 import pytest
 import yaml
 
-from service.observability.metrics import CUTS, ENDPOINTS, MISSES
+from service.observability.metrics import CUTS, ENDPOINTS, FETCHES, MISSES
 from service.observability.outcomes import OUTCOMES
 from tests.service.observability.test_metrics import described
 
@@ -27,7 +27,12 @@ GROUP_FIELDS = {"name", "interval", "limit", "query_offset", "labels", "rules"}
 RECORD_FIELDS = {"record", "expr", "labels"}
 ALERT_FIELDS = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
 DURATION = re.compile(r"(\d+(ms|[smhdwy]))+")
-KNOWN_VALUES = {"outcome": set(OUTCOMES), "endpoint": set(ENDPOINTS), "reason": {*CUTS, *MISSES}}
+KNOWN_VALUES = {
+    "outcome": set(OUTCOMES),
+    "endpoint": set(ENDPOINTS),
+    "reason": {*CUTS, *MISSES},
+    "result": set(FETCHES),
+}
 TARGET_LABELS = {"job", "instance"}
 
 

@@ -128,6 +128,21 @@ def test_a_lock_that_is_not_renewed_ends(opened: Open, monkeypatch: pytest.Monke
     assert opened().open(NAME, ABSENT).content == content(7)
 
 
+def test_a_lock_that_was_given_back_is_not_renewed(opened: Open) -> None:
+    """The renewal may have begun before."""
+    first, second = opened(), opened()
+    mine, theirs = lock(), lock()
+    base = first.open(NAME, ABSENT, mine).generation
+    first.unlock(mine)
+    first.renew([mine])
+    second.open(NAME, ABSENT, theirs)
+    second.unlock(theirs)
+    first.open(NAME, ABSENT, mine)
+    first.write(mine, base, content(5))
+    first.renew([mine])
+    second.open(NAME, ABSENT, theirs)
+
+
 def test_a_lock_that_ended_but_that_nobody_took_still_writes(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
