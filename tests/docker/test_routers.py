@@ -63,9 +63,13 @@ class Router:
     logs: Path
     add: Callable[[list[str]], None]  # called with the URLs of all servers, the new one last
 
-    def ready(self) -> bool:
+    def ready(self, servers: int) -> bool:
+        """Whether it serves, with all servers: smg begins with the first one that it finds."""
         assert self.process.poll() is None, self.logs.read_text(errors="replace")
         try:
+            if self.kind != "envoy":
+                counts = httpx.get(f"{self.url}/readiness").json()
+                return bool(counts.get("healthy_workers") == servers)
             return httpx.get(f"{self.url}/v1/models").status_code == 200
         except httpx.TransportError:
             return False
@@ -154,7 +158,7 @@ def open_router(
     def opened(urls: list[str]) -> Router:
         router = ROUTERS[request.param](tmp_path_factory.mktemp("router"), urls)
         running.append(router)
-        until(router.ready, "the router does not become ready")
+        until(lambda: router.ready(len(urls)), "the router does not become ready")
         return router
 
     yield opened
@@ -269,6 +273,7 @@ class Stub(ThreadingHTTPServer):
     def __init__(self, name: str) -> None:
         super().__init__(("127.0.0.1", 0), StubHandler)
         self.name = name
+        self.status = 200  # of answers to POST
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -277,9 +282,9 @@ class StubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Stub
 
-    def _answer(self, body: dict[str, Any]) -> None:
+    def _answer(self, body: dict[str, Any], status: int = 200) -> None:
         content = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
         self.send_header("x-server", self.server.name)
@@ -292,10 +297,15 @@ class StubHandler(BaseHTTPRequestHandler):
         self._answer(models if self.path == "/v1/models" else {"status": "ready"})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("transfer-encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                self.rfile.read(size + 2)  # and the end of the line
+            self.rfile.readline()
+        else:
+            self.rfile.read(int(self.headers["content-length"]))
         choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop"}
         answer = {"id": "1", "object": "text_completion", "created": 1, "model": "stub"}
-        self._answer({**answer, "choices": [choice]})
+        self._answer({**answer, "choices": [choice]}, self.server.status)
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -343,6 +353,22 @@ def test_a_further_server_takes_its_share_of_the_sessions(
         to_others = [name for name in moved if after[name] != "three"]
         assert len(to_others) <= MOVED_BETWEEN_OTHERS.get(router.kind, 0) * len(SESSIONS)
         assert len(SESSIONS) / 6 < len(moved) < len(SESSIONS) / 2
+
+
+def test_a_refusal_reaches_the_client_and_its_session_stays(
+    open_router: Callable[[list[str]], Router], stubs: list[Stub]
+) -> None:
+    """Else a server whose queue is full for a moment would lose its sessions to another one."""
+    router = open_router([stub.url for stub in stubs[:2]])
+    with httpx.Client(base_url=router.url, timeout=SECONDS) as client:
+        name = next(name for name in SESSIONS if chosen(client, x_session_id=name) == "one")
+        stubs[0].status = 429
+        body = {"model": "stub", "prompt": "a", "max_tokens": 1}
+        for _ in range(20):
+            response = client.post(COMPLETIONS, json=body, headers={"x-session-id": name})
+            assert (response.status_code, response.headers["x-server"]) == (429, "one")
+        stubs[0].status = 200
+        assert chosen(client, x_session_id=name) == "one"
 
 
 def test_the_session_wins_over_other_headers(
