@@ -62,6 +62,8 @@ def _settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "threads": 1,
         "deterministic": True,
+        "max_slots": args.clients,
+        "share_slots": args.share_slots,
         "host_state_bytes": args.host_state_bytes,
     }
 
@@ -204,6 +206,9 @@ def _options() -> argparse.ArgumentParser:
         help="which server gets a turn (default: both)",
     )
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    options.add_argument(
+        "--share-slots", type=int, default=16, help="cached and kept states on a server's device"
+    )
     options.add_argument(
         "--host-state-bytes", type=int, default=2**30, help="main memory of a server for states"
     )
