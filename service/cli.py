@@ -1,4 +1,4 @@
-"""The command line: `minserve serve | generate | score | train | convert | inspect | bench`.
+"""The command line: `minserve serve | cluster | generate | score | train | convert | ...`.
 
 This module may import every package. Each command imports what it needs in its function, so that
 `--help` is fast and does not load torch. Every expected error ends as one line on stderr and exit
@@ -22,6 +22,7 @@ from engine.training.recipe import OptimizerName, Precision, Recipe, Schedule
 from service.terminal import console as terminal
 from service.terminal import options as options
 from service.terminal import text as terminal_text
+from service.terminal.cluster import cluster
 from service.terminal.serve import serve
 from service.text.documents import read_text
 
@@ -40,6 +41,7 @@ def _without_command(context: typer.Context, version: options.Version = False) -
 
 
 app.command()(serve)
+app.command()(cluster)
 
 
 @app.command()

@@ -56,6 +56,8 @@ class Lifecycle:
         self.outage: EngineError | None = None  # while the engine is started again
         self.draining = False
         self.restarts = 0  # engines that were started in the place of one that died
+        # Adds the metrics of this server's replicas; None: there are none.
+        self.with_others: Callable[[bytes], Coroutine[Any, Any, bytes]] | None = None
         self.on_stop: Callable[[bool], None] = lambda now: None
         self.current: Runtime | None = None  # the runtime of new requests
         self._told_where = ""  # what the log said last about the engines
@@ -133,6 +135,11 @@ class Lifecycle:
         Raises EngineUnavailable if a process does not answer: Prometheus would take smaller sums
         for a reset of the counters.
         """
+        own = await self.own_exposition()
+        return own if self.with_others is None else await self.with_others(own)
+
+    async def own_exposition(self) -> bytes:
+        """Return `exposition` without the metrics of other replicas."""
         snapshot = self.metrics.snapshot()
         return snapshot.render(await self.engines.gather(snapshot.pack()))
 

@@ -1,0 +1,1 @@
+"""Replicas of a server on Ray Serve, which places, restarts and scales them."""

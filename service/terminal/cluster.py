@@ -1,0 +1,114 @@
+"""`minserve cluster`: replicas of a server on Ray Serve, on this machine or in a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Annotated, Any
+
+from typer import Option
+
+from engine.errors import ConfigError
+from service.terminal import options as options
+
+Replicas = Annotated[
+    int, Option(help="Replicas at the start, and the least of them with --max-replicas.")
+]
+MostReplicas = Annotated[
+    int | None,
+    Option(help="The most replicas; Ray adds and removes some by the load [always --replicas]."),
+]
+Address = Annotated[
+    str | None,
+    Option(
+        help="Ray cluster to deploy to: HOST:PORT, or auto for the one that this machine belongs "
+        "to [a new one on this machine, which ends with this command]."
+    ),
+]
+Cpus = Annotated[float, Option(help="CPUs that Ray counts for a replica.")]
+Gpus = Annotated[float, Option(help="GPUs of a replica.")]
+PythonProxy = Annotated[
+    bool,
+    Option("--python-proxy", help="Use Ray's own proxy instead of HAProxy; it is slower."),
+]
+
+
+def cluster(
+    replicas: Replicas = 2,
+    max_replicas: MostReplicas = None,
+    address: Address = None,
+    cpus: Cpus = 1.0,
+    gpus: Gpus = 0.0,
+    python_proxy: PythonProxy = False,
+    host: options.Host = None,
+    port: options.Port = None,
+    model: options.ServedModel = None,
+    device: options.ServedDevice = None,
+    threads: options.Threads = None,
+    max_slots: options.MaxSlots = None,
+    deterministic: options.ServedDeterministic = None,
+    state_store: options.StateStore = None,
+    state_store_file: options.StateStoreFile = None,
+    drain_timeout: options.DrainTimeout = None,
+) -> None:
+    """Serve a model with replicas on Ray Serve.
+
+    Ray places the replicas, checks their health, starts another one where one fails, and scales
+    them. With --state-store a session goes on at any of them. All other settings of `minserve
+    serve` are variables here (MINSERVE_QUANTIZE for --quantize). Without --address the command
+    starts Ray on this machine and runs until SIGTERM or Ctrl-C.
+    """
+    given = {
+        name: value
+        for name, value in {
+            "host": host, "port": port, "model": model, "device": device, "threads": threads,
+            "max_slots": max_slots, "deterministic": deterministic, "state_store": state_store,
+            "state_store_file": state_store_file, "drain_timeout": drain_timeout,
+        }.items()
+        if value is not None
+    }  # fmt: skip
+    from pydantic import ValidationError
+
+    from service.cluster.deployment import PROXY_VARIABLES, Scale, make_application
+    from service.settings import Settings
+
+    try:
+        settings = Settings(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(options.describe(error.errors()[0], given)) from error
+    scale = Scale(replicas=replicas, most=max_replicas, cpus=cpus, gpus=gpus)
+    if address is None and not python_proxy:
+        for name, value in PROXY_VARIABLES.items():
+            os.environ.setdefault(name, value)  # before Ray is imported, which reads them then
+    application = make_application(settings, scale)
+    _run(application, settings, address)
+
+
+def _run(application: Any, settings: Any, address: str | None) -> None:
+    """Deploy the application; in a Ray of its own, wait for a signal and take it down again."""
+    import ray
+    from ray import serve
+
+    from service.cluster.deployment import NAME
+
+    # Signals are handled from here on, since Ray's start may take long.
+    ending = threading.Event()
+    if address is None:
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, lambda *_: ending.set())
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=True)
+        serve.start(http_options={"host": settings.host, "port": settings.port})
+        serve.run(application, name=NAME, route_prefix="/")
+    except ConnectionError as error:
+        raise ConfigError(f"there is no Ray cluster at {address!r}: {error}") from error
+    where = f"http://{settings.host}:{settings.port}"
+    print(f"minserve: replicas are ready at {where}", file=sys.stderr)
+    if address is not None:
+        return  # they go on without this command: `serve status`, `serve shutdown`
+    ending.wait()
+    print("minserve: shutting down: finishing what is in flight", file=sys.stderr)
+    serve.shutdown()
+    ray.shutdown()
