@@ -240,7 +240,8 @@ def test_the_router_recipes_fit_the_server() -> None:
     (connection,) = listener["filter_chains"][0]["filters"]
     (host,) = connection["typed_config"]["route_config"]["virtual_hosts"]
     *closed, text, rest = host["routes"]
-    assert {route["match"]["prefix"] for route in closed} == {"/metrics", "/admin"}
+    paths = {path for route in closed for path in route["match"].values()}
+    assert paths == {"/metrics", "/load", "/admin"}
     assert all(route["direct_response"] == {"status": 404} for route in closed)
     assert "retry_policy" not in text["route"], "a text is not kept"
     assert seconds(rest["route"]["timeout"]) >= default("max_request_timeout")
