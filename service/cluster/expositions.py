@@ -53,7 +53,6 @@ class Expositions:
 
     async def merged(self, own: bytes) -> bytes:
         """Return the metrics of all replicas; `own` are this one's, now."""
-        self.start()
         others: dict[str, bytes] = {}
         try:
             others = await asyncio.wait_for(self._collected().all.remote(), WAIT_SECONDS)

@@ -30,6 +30,7 @@ class Replica:
         """`settings`: as by Settings.to_json."""
         self._settings = Settings.from_json(settings)
         self._app: Any = None
+        self._expositions: Any = None
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the server's application; Ray calls this once and runs its lifespan."""
@@ -42,7 +43,8 @@ class Replica:
         engines = LocalSupervisorClient(make_supervisor(self._settings))
         self._app = create_app(engines, self._settings, self._on_failure)
         name = serve.get_replica_context().replica_id.unique_id
-        self._app.state.lifecycle.with_others = Expositions(name, self._own).merged
+        self._expositions = Expositions(name, self._own)
+        self._app.state.lifecycle.with_others = self._expositions.merged
         return self._app
 
     async def _own(self) -> bytes:
@@ -57,6 +59,7 @@ class Replica:
         lifecycle = self._app.state.lifecycle
         while lifecycle.state == "loading":
             await asyncio.sleep(POLL_SECONDS)
+        self._expositions.start()
         lifecycle.check_ready()
         await lifecycle.ping()
 

@@ -93,11 +93,6 @@ def _run(application: Any, settings: Any, address: str | None) -> None:
 
     from service.cluster.deployment import NAME
 
-    # Signals are handled from here on, since Ray's start may take long.
-    ending = threading.Event()
-    if address is None:
-        for one in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(one, lambda *_: ending.set())
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=True)
         serve.start(http_options={"host": settings.host, "port": settings.port})
@@ -108,7 +103,12 @@ def _run(application: Any, settings: Any, address: str | None) -> None:
     print(f"minserve: replicas are ready at {where}", file=sys.stderr)
     if address is not None:
         return  # they go on without this command: `serve status`, `serve shutdown`
-    ending.wait()
+    # Not before: Ray installs handlers of its own when it starts.
+    ending = threading.Event()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda *_: ending.set())
+    while not ending.wait(0.5):  # in pieces, so that the handlers run
+        pass
     print("minserve: shutting down: finishing what is in flight", file=sys.stderr)
     serve.shutdown()
     ray.shutdown()
