@@ -1,7 +1,8 @@
 """minserve on a Ray cluster: `serve run service.ray_app:app model=library-mingru replicas=2`.
 
 Settings are MINSERVE_* variables of the command's environment, and arguments by their names, which
-win. Arguments of the deployment: `replicas`, `max_replicas`, `cpus` and `gpus` of each replica.
+win. Arguments of the deployment: `replicas`, `max_replicas`, `cpus` and `gpus` of each replica, and
+`python_proxy=1` where Ray's proxy in Python or handles send the requests, in place of HAProxy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from service.settings import Settings
 from service.terminal.options import describe
 
 OF_SCALE = {"replicas": ("replicas", int), "max_replicas": ("most", int), "cpus": ("cpus", float),
-            "gpus": ("gpus", float)}  # fmt: skip
+            "gpus": ("gpus", float), "python_proxy": ("python_proxy", int)}  # fmt: skip
 
 
 def app(arguments: dict[str, str]) -> Any:

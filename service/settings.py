@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -255,6 +255,12 @@ class Settings(BaseSettings):
             tuning_cache=self.tuning_cache,
             engines=self.engines,
         )
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process for the libraries that read them, unless they are set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def unknown_variables(names: Iterable[str] | None = None) -> dict[str, str | None]:

@@ -5,7 +5,6 @@ Ray is imported when a function here is called, so that the rest of the server w
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +44,7 @@ class Scale:
     most: int | None = None  # the most with autoscaling; None: always `replicas`
     cpus: float = 1.0  # of each replica
     gpus: float = 0.0  # of each replica
+    python_proxy: bool = False  # requests come by Ray's proxy in Python or by handles, not HAProxy
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= MOST_REPLICAS:
@@ -96,12 +96,11 @@ def make_application(settings: Settings, scale: Scale) -> Any:
             "initial_replicas": scale.replicas,
             "target_ongoing_requests": (settings.max_slots or SLOTS) * USED_SLOTS,
         }
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+    if scale.python_proxy:  # HAProxy refuses a router of its own
         from ray.serve.config import RequestRouterConfig
 
-        options["request_router_config"] = RequestRouterConfig(
-            request_router_class=CONSISTENT_HASH_ROUTER
-        )
+        router: dict[str, Any] = {"request_router_class": CONSISTENT_HASH_ROUTER}
+        options["request_router_config"] = RequestRouterConfig(**router)
     return serve.deployment(**options)(serve.ingress()(Replica)).bind(settings.to_json())
 
 

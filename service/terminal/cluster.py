@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -72,16 +71,17 @@ def cluster(
     from pydantic import ValidationError
 
     from service.cluster.deployment import PROXY_VARIABLES, Scale, make_application
-    from service.settings import Settings
+    from service.settings import Settings, export
 
     try:
         settings = Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ConfigError(options.describe(error.errors()[0], given)) from error
-    scale = Scale(replicas=replicas, most=max_replicas, cpus=cpus, gpus=gpus)
+    scale = Scale(
+        replicas=replicas, most=max_replicas, cpus=cpus, gpus=gpus, python_proxy=python_proxy
+    )
     if address is None and not python_proxy:
-        for name, value in PROXY_VARIABLES.items():
-            os.environ.setdefault(name, value)  # before Ray is imported, which reads them then
+        export(PROXY_VARIABLES)  # before Ray is imported, which reads them then
     application = make_application(settings, scale)
     _run(application, settings, address)
 

@@ -49,6 +49,8 @@ RULES = (
     Rule("for port in 8001 8002; do minserve serve", "apart", "tests/e2e/test_state_store.py"),
     Rule("say", "apart", "tests/e2e/test_state_store.py has such a conversation"),
     Rule("pkill -9", "apart", "tests/e2e/test_state_store.py kills a server so"),
+    Rule("minserve cluster", "options", "tests/service/cluster/test_ray.py runs one"),
+    Rule("serve run", "apart", "needs a Ray cluster; tests/service/cluster"),
     Rule("minserve inspect", "run"),
     Rule("minserve train --data tinyshakespeare.txt --out my-model", "whole"),
     Rule("minserve convert my-model", "whole"),
