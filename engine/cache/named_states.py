@@ -597,6 +597,19 @@ class NamedStates:
             wants.append(Want((owner, id), lock, known))
         return wants
 
+    def forget_unstored(self, owner: str, id: str, turn: int) -> None:
+        """Forget a state that the store could not take if it has had this turn.
+
+        The turn is asked for again, so it is carried out again, from what the store has. To answer
+        that it was done before would promise what only this server's memory holds.
+        """
+        key = (owner, id)
+        named = self._index.get(key)
+        if named is None or named.tag or named.point.turns < turn:
+            return
+        if key not in self.locks and not self._is_changing(key):
+            self._remove(key)
+
     def release_locks(self, owner: str, ids: Iterable[str]) -> None:
         """Give back the locks of these ids that a fetch has taken and that nobody needs."""
         for id in ids:

@@ -198,6 +198,8 @@ class StateCacheManager:
             locks[keep.id] = True
         if not locks:
             return None
+        if request.turn:
+            self.states.forget_unstored(request.owner, request.state, request.turn)
         wants = self.states.wants(request.owner, locks)
         then = partial(self._on_fetched, sequence)
         fetch = self.shared.fetch(wants, self.config.most_states, then)

@@ -14,6 +14,8 @@ from loadtest import chaos
 from loadtest.chaos.judge import WRONG, Verdict
 from loadtest.chaos.load import Load
 from loadtest.chaos.scenarios import AFTER, BEFORE, SCENARIOS, Scenario
+from loadtest.chaos.store import command as store
+from loadtest.chaos.store.command import STORES
 from loadtest.report import command_line, print_environment, print_table, save_json
 from loadtest.subject import Subject
 
@@ -96,9 +98,22 @@ def main(argv: list[str] | None = None) -> int:
         help="scenarios to run (default: all)",
     )
     options.add_argument("--users", type=int, default=16, help="users who load the server")
+    options.add_argument(
+        "--store",
+        choices=STORES,
+        help="instead of the scenarios: several servers on a shared store of this kind",
+    )
+    stored = options.add_argument_group("with --store")
+    stored.add_argument("--turns", type=int, default=10_000, help="turns of all sessions")
+    stored.add_argument("--sessions", type=int, default=200, help="sessions of two owners")
+    stored.add_argument("--servers", type=int, default=3, help="servers on the store")
+    stored.add_argument("--every", type=float, default=4.0, help="mean seconds between two faults")
+    stored.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     options.add_argument("--json", type=Path, help="write every figure to this file")
     args = options.parse_args(argv)
     print_environment()
+    if args.store is not None:
+        return store.run(args)
     findings = []
     for name in args.scenarios:
         findings.append(asyncio.run(run(SCENARIOS[name], args.users)))

@@ -9,10 +9,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from loadtest import store
 from loadtest.report import command_line, percentile, print_environment, print_table, save_json
@@ -238,5 +240,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"not measured: {error}")
         return 2
     _print(found, args)
-    save_json(args.json, asdict(found))
+    save_json(args.json, msgspec.to_builtins(found, str_keys=True))
     return 0 if found.good else 1

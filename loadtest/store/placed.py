@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.protocol.placement import engine_of_state
 from loadtest.store.turns import Answer, Line, body_of
 from service.terminal.bench.connection import BadResponse
 
@@ -24,11 +24,6 @@ class Placed:
     turns: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-
-
-def rendezvous(id: str, servers: int) -> int:
-    """Return the server whose hash with the id is highest: another number of them moves few ids."""
-    return max(range(servers), key=lambda at: hashlib.blake2b(f"{at} {id}".encode()).digest())
 
 
 async def placed(
@@ -66,7 +61,11 @@ async def placed(
 
     async def one(line: Line, session: int, turn: int) -> bool:
         id = f"{placement}{session}"
-        at = rendezvous(id, len(urls)) if placement == "affinity" else draw.randrange(len(urls))
+        at = (
+            engine_of_state("", id, len(urls))
+            if placement == "affinity"
+            else draw.randrange(len(urls))
+        )
         begun = time.perf_counter()
         try:
             content = body_of(session, turn, id, numbered=True)

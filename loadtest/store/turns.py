@@ -61,8 +61,9 @@ def body_of(session: int, turn: int, id: str, numbered: bool) -> bytes:
 class Line:
     """One client's connections, one to each server; it asks one thing at a time."""
 
-    def __init__(self, urls: Iterable[str]) -> None:
-        self._servers = [Server(url, {}) for url in urls]
+    def __init__(self, urls: Iterable[str], key: str = "") -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._servers = [Server(url, headers) for url in urls]
         self._connections: dict[int, Connection] = {}
 
     async def ask(

@@ -59,8 +59,8 @@ from engine.errors import (
 log = logging.getLogger(__name__)
 
 INLINE_BYTES = 2**20  # the largest content that is stored in the state's own hash
-# Parts of larger contents: a server does nothing else while it takes one in. Just below 4 MiB, since
-# Redis allocates 5 MiB for a value of 4 MiB and its header.
+# Parts of larger contents: a server does nothing else while it takes one in. Just below 4 MiB,
+# since Redis allocates 5 MiB for a value of 4 MiB and its header.
 CHUNK_BYTES = 2**22 - 2**10
 LEAST_VERSION = 7
 TRIES = 3  # of reading a large state that is being replaced

@@ -100,6 +100,34 @@ def test_a_turn_whose_state_the_store_never_took_says_so(own: RedisServer) -> No
     assert turn(other, b"", 1) == b"j", "and now the store has both"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_turn_that_was_not_stored_can_be_asked_for_again(own: RedisServer, first: bool) -> None:
+    """With its number, at the same server: it is carried out again, and then all servers have it.
+
+    `first`: it is the session's first one.
+    """
+    one, other = served(own.url), served(own.url)
+    other.runner.outside = one.runner.outside
+    number = 1 if first else 2
+    if not first:
+        turn(one, b"abc", number=1)
+    asked = {"state": "s", "state_optional": True, "keep": KeepState(id="s"), "turn": number}
+    id = one.submit(b"xy", 3, **asked)
+    while not one.engine._scheduler._decoding.sequences:
+        one.step()
+    own.kill()
+    one.finish()
+    own.start()
+    end = one.ends[id]
+    assert isinstance(end, Finished) and end.state is not None and end.state.stored is False
+    again = one.run(b"xy", 3, **asked)
+    assert isinstance(again, Finished) and again.state is not None and again.state.stored
+    assert again.tokens == end.tokens and again.state.tokens == end.state.tokens
+    assert code(run_turn(one, b"xy", number=number)) == "turn_done"
+    assert code(run_turn(other, b"xy", number=number)) == "turn_done"
+    assert turn(other, b"", 1, number=number + 1) and turn(one, b"", 1, number=number + 2)
+
+
 def test_a_store_that_hangs_delays_nobody_else(own: RedisServer) -> None:
     one = served(own.url)
     turn(one, b"abc")

@@ -1,0 +1,1 @@
+"""Servers on a shared store while servers, store and network fail: `loadtest.chaos --store`."""
