@@ -542,10 +542,11 @@ class StateCacheManager:
 
     def load_stats(self, slots: int, state_bytes: int) -> dict[str, Any]:
         """Return the current load as fields of Stats; `slots` rows of `state_bytes` are in use."""
+        own = self.states.files if self.shared is None else 0
         return {
             "state_bytes": (slots + self.tiers.device_used) * state_bytes,
             "host_state_bytes": self.tiers.host_used * self.config.host_row_bytes,
-            "disk_state_bytes": self.states.files * self.config.layout.bytes + self.disk.bytes,
+            "disk_state_bytes": own * self.config.layout.bytes + self.disk.bytes,
             "states": len(self.states),
         }
 

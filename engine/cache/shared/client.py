@@ -63,6 +63,7 @@ REST_SECONDS = 1.0  # after an error that took long, nothing else is asked for s
 SLOW_SECONDS = 1.0
 LOCK_WATCH_SECONDS = 0.25  # between two looks at another server's lock
 CLOSE_SECONDS = 10.0  # wait for pending operations at the end
+TIDY_SECONDS = 600.0  # between two searches for states whose lifetime is over
 LOCKS_TOLD_SECONDS = 30.0  # between two log lines about locks that cannot be renewed
 
 Key = tuple[str, str]  # (owner, id)
@@ -143,6 +144,7 @@ class SharedStates(StateStore):
         self._closed = threading.Event()
         self._renewer = threading.Thread(target=self._renew, name="store-locks", daemon=True)
         self._renewer.start()
+        threading.Thread(target=self._tidy, name="store-tidy", daemon=True).start()
 
     def warn(self) -> None:
         """Log what could make the store lose states. Raises ConfigError if it cannot be used."""
@@ -476,6 +478,15 @@ class SharedStates(StateStore):
 
     def _note_held(self) -> None:
         self._renewed = tuple(held.lock for held in self._held.values())
+
+    def _tidy(self) -> None:
+        while not self._closed.wait(TIDY_SECONDS):
+            try:
+                self._store.tidy()
+            except StoreUnavailable as error:
+                log.warning("states that are over cannot be removed: %s", error.message)
+            except Exception:
+                log.exception("states that are over cannot be removed")
 
     def _renew(self) -> None:
         told = 0.0

@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REMOVED_SECONDS = 3600.0  # how long the folder of a removed state is kept
-SWEEP_SECONDS = 600.0  # between two searches for states whose lifetime is over
 TRIES = 3  # of reading a version that is being replaced
 
 _VERSION = re.compile(r"([0-9]{12})\.safetensors")
@@ -96,7 +95,6 @@ class FolderStore(SharedStore):
         """
         self._folder = root / hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
         self._sync = sync
-        self._swept = time.monotonic()
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = self._folder / f".probe-{os.getpid()}-{time.monotonic_ns()}"
@@ -115,7 +113,6 @@ class FolderStore(SharedStore):
     def open(
         self, name: StateName, known: str, lock: Lock | None = None, most: int | None = None
     ) -> Opened:
-        self._sweep()
         place = self._place(name)
         if lock is not None:
             self._take_lock(place, lock)
@@ -389,12 +386,8 @@ class FolderStore(SharedStore):
 
     # Lifetimes.
 
-    def _sweep(self) -> None:
-        """Now and then, remove the states whose lifetime is over."""
-        now = time.monotonic()
-        if now - self._swept < SWEEP_SECONDS:
-            return
-        self._swept = now
+    @_uses_folder
+    def tidy(self) -> None:
         for owner in self._folder.iterdir():
             if owner.name.startswith("."):
                 continue

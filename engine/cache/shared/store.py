@@ -187,6 +187,9 @@ class SharedStore(ABC):
         Raises StoreUnavailable.
         """
 
+    def tidy(self) -> None:  # noqa: B027 - most stores do it by themselves
+        """Remove states whose lifetime is over; called now and then. Raises StoreUnavailable."""
+
     @abstractmethod
     def close(self) -> None:
         """Close all connections."""

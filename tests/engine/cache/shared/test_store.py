@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -309,3 +310,30 @@ def test_of_many_writers_from_one_version_one_wins(opened: Open) -> None:
         assert found.generation == results[won[0]]
         assert found.content == content(10 * round + won[0] + 2)
         base = found.generation
+
+
+def test_what_is_over_is_cleared_away(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder by `tidy`, an hour after it was over or removed; never what is in use."""
+    first = opened()
+    store_one(first, 1, StateName.of("emma", "over"), ttl=0.1)
+    store_one(first, 2, StateName.of("emma", "kept"))
+    store_one(first, 3, StateName.of("otto", "gone"))
+    gone = lock(StateName.of("otto", "gone"))
+    first.open(gone.name, ABSENT, gone)
+    first.remove(gone)
+    held = lock(StateName.of("emma", "held"))
+    first.open(held.name, ABSENT, held)
+    time.sleep(0.2)
+    first.tidy()
+    if isinstance(first, folder_store.FolderStore):
+        assert len(list((tmp_path / "store").rglob("s-*"))) == 4, "not yet"
+        monkeypatch.setattr(folder_store, "REMOVED_SECONDS", 0.0)
+        first.tidy()
+        left = {path.name for path in (tmp_path / "store").rglob("s-*")}
+        assert left == {"s-kept", "s-held"}
+    assert [one.id for one in first.list_states(NAME.owner, "", 9)[0]] == ["kept"]
+    assert first.write(held, ABSENT, content(4, held.name))
+    store_one(first, 5, StateName.of("otto", "gone"))
+    assert first.open(StateName.of("otto", "gone"), ABSENT).content
