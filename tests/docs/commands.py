@@ -75,6 +75,7 @@ RULES = (
     Rule("python -m loadtest.http", "whole"),
     Rule("python -m loadtest.cache", "whole"),
     Rule("python -m loadtest.slow_host", "whole"),
+    Rule("python -m loadtest.cluster", "options", "tests/loadtest/test_cluster.py run it, smaller"),
     Rule("python -m loadtest.watched", "apart", ".ci/full runs it by itself"),
     Rule("docker/verify/run", "apart", ".ci/full runs it by itself, with its options"),
     Rule("pip install", "apart", ".ci/run installs a clean checkout in an environment of its own"),
