@@ -64,6 +64,7 @@ INLINE_BYTES = 2**20  # the largest content that is stored in the state's own ha
 CHUNK_BYTES = 2**22 - 2**10
 LEAST_VERSION = 7
 TRIES = 3  # of reading a large state that is being replaced
+UNUSED_SECONDS = 600.0  # how long parts are kept whose state was not written, as its server died
 ADMITTED_SECONDS = 3600.0  # how long a new id counts for the quota before its state is stored
 LISTED_AT_ONCE = 200
 
@@ -167,7 +168,8 @@ class RedisStore(SharedStore):
             view = memoryview(content)
             parts = [view[i : i + CHUNK_BYTES] for i in range(0, len(content), CHUNK_BYTES)]
         for i, part in enumerate(parts):
-            self._redis.set(f"{key}:{generation}:{i + 1}", bytes(part), px=ttl)
+            name, most = f"{key}:{generation}:{i + 1}", _ms(UNUSED_SECONDS)
+            self._redis.set(name, bytes(part), px=min(ttl, most))
         value = b"" if parts else content
         arguments = [lock.token, base, generation, ttl, msgspec.json.encode(entry)]
         writing = WRITE.call([key, f"{key}:lock"], [*arguments, len(parts), value])

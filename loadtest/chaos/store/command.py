@@ -92,7 +92,7 @@ async def _carry_out(world: World, expected: list[list[Answer]], args: Namespace
     seconds = time.monotonic() - begun
     telling.cancel()
     over.set()
-    await trouble
+    await trouble  # all servers are ready again
     checked = 0
     lines = {owner: Line(urls, key) for owner, key in KEYS.items()}
     for session, answers in enumerate(expected):

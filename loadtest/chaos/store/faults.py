@@ -20,7 +20,11 @@ DOWN = (0.0, 2.0)  # seconds until what was killed is started again
 
 
 class World:
-    """Servers on a store, their proxies, and the store; faults of one thing do not overlap."""
+    """Servers on a store, their proxies, and the store.
+
+    Nothing happens to what is in trouble already, nor to the last server that is not. So faults
+    cannot pile up on a machine that starts servers slowly.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,10 @@ class World:
             subject.kill()
 
     async def trouble(self, every: float, over: asyncio.Event) -> None:
-        """Let something happen every so many seconds, on average, until it is `over`."""
+        """Let something happen every so many seconds, on average, until it is `over`.
+
+        Returns when everything is as before. Raises RuntimeError if a server does not come back.
+        """
         faults: list[Callable[[], Coroutine[None, None, None]]] = [
             self._kill_server,
             self._kill_engine,
@@ -63,6 +70,10 @@ class World:
             while not over.is_set():
                 await asyncio.sleep(self._draw.expovariate(1 / every))
                 group.create_task(self._draw.choice(faults)())
+        for at, subject in enumerate(self.subjects):
+            if subject.process.poll() is not None:
+                await self._start(at)
+        await self.started()
 
     def _note(self, fault: str) -> None:
         self.happened.setdefault(fault, []).append(time.monotonic())
@@ -81,8 +92,15 @@ class World:
         self.subjects[at] = Subject(**self._settings[at])
         await self.subjects[at].started()
 
+    def _victim(self) -> int | None:
+        """Return a server that nothing happens to; None: all others are in trouble already."""
+        calm = [at for at, lock in enumerate(self._servers) if not lock.locked()]
+        return self._draw.choice(calm) if len(calm) > 1 else None
+
     async def _kill_server(self) -> None:
-        at = self._draw.randrange(len(self.subjects))
+        at = self._victim()
+        if at is None:
+            return
         async with self._servers[at]:
             self._note("kill -9 of a server")
             self.subjects[at].kill()
@@ -90,14 +108,19 @@ class World:
             await self._start(at)
 
     async def _kill_engine(self) -> None:
-        at = self._draw.randrange(len(self.subjects))
+        at = self._victim()
+        if at is None:
+            return
         async with self._servers[at]:
-            with suppress(RuntimeError, ProcessLookupError):  # it is just being started again
+            with suppress(RuntimeError, ProcessLookupError):  # it has just ended by itself
                 self.subjects[at].signal_engine(signal.SIGKILL)
                 self._note("kill -9 of an engine")
+            await self.subjects[at].state()  # until it is ready again, or has ended
 
     async def _stop_server(self) -> None:
-        at = self._draw.randrange(len(self.subjects))
+        at = self._victim()
+        if at is None:
+            return
         async with self._servers[at]:
             self._note("server stopped for a while")
             pids = self.subjects[at].processes()
@@ -107,6 +130,8 @@ class World:
 
     async def _kill_store(self) -> None:
         assert self._redis is not None
+        if self._store.locked():
+            return
         async with self._store:
             self._note("kill -9 of the store")
             self._redis.kill()
@@ -115,6 +140,8 @@ class World:
 
     async def _pause_store(self) -> None:
         assert self._redis is not None
+        if self._store.locked():
+            return
         async with self._store:
             self._note("store stopped for a while")
             self._redis.pause()
@@ -124,6 +151,8 @@ class World:
     def _network(self, mode: Mode) -> Callable[[], Coroutine[None, None, None]]:
         async def happen() -> None:
             at = self._draw.randrange(len(self.subjects))
+            if self._networks[at].locked():
+                return
             async with self._networks[at]:
                 self._note(f"network {mode}")
                 self._proxies[at].become(mode)

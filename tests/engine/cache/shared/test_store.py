@@ -272,6 +272,9 @@ def test_large_states_are_stored_in_parts(opened: Open, monkeypatch: pytest.Monk
         base = first.open(NAME, ABSENT, mine).generation
         first.write(mine, base, content(tokens, layout=wide))
         assert second.open(NAME, base).content == content(tokens, layout=wide)
+    if isinstance(first, redis_store.RedisStore):
+        lifetimes = [first._redis.pttl(key) for key in first._redis.scan_iter("*:[0-9]*")]
+        assert lifetimes and min(lifetimes) > 50_000, "parts live as long as their state"
     store_one(first, 4)
     assert second.open(NAME, ABSENT).content == content(4), "smaller than before"
     gone = lock()
