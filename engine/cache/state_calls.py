@@ -102,7 +102,9 @@ class StateCallHandler:
             shared.describe((call.owner, call.id), partial(self._on_described, pending))
         else:
             wants = self._states.wants(call.owner, locks)
-            shared.fetch(wants, self._most_states, partial(self._on_fetched, pending, locks))
+            # the id that a move leaves is removed later
+            most = self._most_states + (call.action == "move" and call.target != call.id)
+            shared.fetch(wants, most, partial(self._on_fetched, pending, locks))
 
     def _on_fetched(
         self, pending: _PendingCall, locks: dict[str, bool], error: EngineError | None
@@ -110,7 +112,7 @@ class StateCallHandler:
         if error is not None:
             self._refuse(pending, error)
             return
-        pending.locked = tuple(locks)
+        pending.locked = tuple(id for id, lock in locks.items() if lock)
         self._run(self._begin, pending)
 
     def _on_listed(
