@@ -212,11 +212,12 @@ class StateCacheManager:
         self._fetched.append((sequence, error))
 
     def take_fetched(self) -> list[tuple[Sequence, EngineError | None]]:
-        """Return, once, the sequences whose `fetch` is done, each with its error if it failed."""
+        """Return, once, the sequences whose `fetch` is done, each with its error if it failed.
+
+        Those that were released since are left out.
+        """
         fetched, self._fetched = self._fetched, []
-        for sequence, _ in fetched:
-            del self._fetches[sequence.key]
-        return fetched
+        return [one for one in fetched if self._fetches.pop(one[0].key, None) is not None]
 
     def on_add(self, sequence: Sequence) -> None:
         """Look up what a new sequence continues from, and reserve the name of the state to keep.

@@ -180,8 +180,16 @@ class SharedStates(StateStore):
         return fetch
 
     def abandon(self, fetch: Fetch) -> None:
-        """Give the fetch's locks back when it has them; `then` is not called any more."""
+        """Give the fetch's locks back, now or when it has them; `then` is not called any more.
+
+        If `then` was called already, no lock of the fetch may be in use.
+        """
         fetch.abandoned = True
+        for want in fetch.wants:
+            file = self.file_of(*want.key)
+            held = self._held.get(file)
+            if held is not None and held.lock is want.held:
+                self.unlock_file(file)
 
     def _look(self, fetch: Fetch) -> None:
         lane = self._lane(self.file_of(*fetch.wants[0].key))

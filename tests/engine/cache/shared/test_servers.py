@@ -14,6 +14,7 @@ from engine.cache.shared import client, folder_store, redis_store, store
 from engine.protocol.events import Finished
 from engine.protocol.failed import Failed
 from engine.protocol.requests import KeepState
+from engine.protocol.state_calls import StateCall
 from tests.engine.cache.test_named_states import Talk, code, text
 
 Server = Callable[..., Talk]
@@ -190,6 +191,9 @@ def test_the_quota_counts_the_states_of_all_servers(server: Server) -> None:
     turn(other, b"a", id="b")
     assert code(run_turn(one, b"a", id="c")) == "state_quota"
     assert one.code("fork", id="a", target="c") == "state_quota"
+    assert one.code("move", id="a", target="c") == "ok", "there are not more of them then"
+    assert one.code("move", id="c", target="a") == "ok"
+    assert one.code("move", id="a", target="a") == "ok"
     assert turn(one, b"", id="b") == b"efg"
     assert other.code("delete", id="a") == "ok"
     assert turn(one, b"a", id="c") == b"bcd"
@@ -248,6 +252,41 @@ def test_requests_that_leave_while_the_store_is_asked_leave_no_lock(server: Serv
         if isinstance(end, Finished):
             break
     assert isinstance(end, Finished)
+
+
+@pytest.mark.parametrize("leaves", ["aborted", "all aborted"])
+def test_requests_that_leave_just_after_the_store_has_answered_leave_no_lock(
+    server: Server, leaves: str
+) -> None:
+    one, other = server(), server()
+    turn(one, b"abc")
+    id = one.submit(b"", 2, state="s", keep=KeepState(id="s"))
+    cache = one.engine._cache
+    while not cache._fetched:  # as an engine without a round waits
+        cache.wait(0.1)
+    if leaves == "aborted":
+        one.engine.abort("c", [id])
+    else:
+        one.engine.abort_all()
+    one.finish()
+    end = one.ends[id]
+    assert isinstance(end, Finished) and end.reason == "abort"
+    assert turn(other, b"") == b"ghi"
+
+
+def test_a_call_gives_no_lock_back_that_a_request_has(server: Server) -> None:
+    one, other = server(), server()
+    id = one.submit(b"abc", 2, keep=KeepState(id="s"))
+    cache = one.engine._cache
+    while not cache._fetched:
+        cache.wait(0.1)
+    one.engine.ask("c", StateCall(call=1, action="export", id="s"))
+    while not (replies := one.engine.replies()):
+        cache.wait(0.1)
+    assert replies[0][1].failed is not None and replies[0][1].failed.code == "state_not_found"
+    one.finish()
+    assert text(one.ends[id]) == b"de"
+    assert turn(other, b"") == b"fgh"
 
 
 def test_a_copy_that_is_lost_while_the_store_is_asked_is_read_again(server: Server) -> None:
