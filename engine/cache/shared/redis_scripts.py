@@ -45,8 +45,8 @@ class Script:
 
 
 # KEYS: state, lock. ARGV: known generation, token or "", lease in ms.
-# Returns {1, rest of the other lock's lease} or {0, generation, chunks, value}; chunks is -1 if the
-# generation is known.
+# Returns {1, rest of the other lock's lease} or {0, generation, chunks, value, ttl}; chunks is -1 if
+# the generation is known.
 OPEN = Script("""#!lua flags=allow-oom
 if ARGV[2] ~= '' then
   local held = redis.call('GET', KEYS[2])
@@ -57,23 +57,25 @@ if ARGV[2] ~= '' then
 end
 local found = redis.call('HMGET', KEYS[1], 'generation', 'ttl', 'chunks')
 if not found[1] then
-  return {0, '', 0, ''}
+  return {0, '', 0, '', 0}
 end
 redis.call('PEXPIRE', KEYS[1], found[2])
 for i = 1, tonumber(found[3]) do
   redis.call('PEXPIRE', KEYS[1] .. ':' .. found[1] .. ':' .. i, found[2])
 end
 if found[1] == ARGV[1] then
-  return {0, found[1], -1, ''}
+  return {0, found[1], -1, '', found[2]}
 end
-return {0, found[1], tonumber(found[3]), redis.call('HGET', KEYS[1], 'value') or ''}
+local value = redis.call('HGET', KEYS[1], 'value') or ''
+return {0, found[1], tonumber(found[3]), value, found[2]}
 """)
 
-# KEYS: state. ARGV: 1 to restart its lifetime. Returns {} or {generation, entry, ttl, rest of it}.
+# KEYS: state, lock. ARGV: 1 to restart its lifetime. Returns {generation, entry, ttl, rest of it}, or
+# if there is no such state {}, or {0} if one may be under way.
 DESCRIBE = Script("""#!lua flags=allow-oom
 local found = redis.call('HMGET', KEYS[1], 'generation', 'entry', 'ttl', 'chunks')
 if not found[1] then
-  return {}
+  return redis.call('EXISTS', KEYS[2]) == 1 and {0} or {}
 end
 if ARGV[1] == '1' then
   redis.call('PEXPIRE', KEYS[1], found[3])
@@ -129,12 +131,15 @@ redis.call('UNLINK', KEYS[1], KEYS[2])
 return 1
 """)
 
-# KEYS: state, lock. ARGV: token. Returns whether the state exists.
+# KEYS: state, lock. ARGV: token. Returns the state's ttl, 0 if there is no such state, or -1 if
+# another lock is held.
 UNLOCK = Script("""#!lua flags=allow-oom
-if redis.call('GET', KEYS[2]) == ARGV[1] then
-  redis.call('DEL', KEYS[2])
+local held = redis.call('GET', KEYS[2])
+if held and held ~= ARGV[1] then
+  return -1
 end
-return redis.call('EXISTS', KEYS[1])
+redis.call('DEL', KEYS[2])
+return tonumber(redis.call('HGET', KEYS[1], 'ttl') or 0)
 """)
 
 # KEYS: lock. ARGV: token, lease in ms. A lock that is gone is not taken again: its holder may have
@@ -161,7 +166,7 @@ if ARGV[4] ~= '' and not redis.call('ZSCORE', KEYS[2], ARGV[1]) then
   end
 end
 redis.call('ZADD', KEYS[1], 0, ARGV[1])
-redis.call('ZADD', KEYS[2], 'GT', ARGV[2], ARGV[1])
+redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 for i = 1, 2 do
   redis.call('PEXPIREAT', KEYS[i], ARGV[2], 'NX')
   redis.call('PEXPIREAT', KEYS[i], ARGV[2], 'GT')

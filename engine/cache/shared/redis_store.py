@@ -126,6 +126,8 @@ class RedisStore(SharedStore):
             generation, chunks = _generation(answer[1]), int(answer[2])
             if lock is not None and generation == ABSENT:
                 self._count(lock, most)
+            if lock is None and generation != ABSENT:  # with a lock, when it is given back
+                self._run(self._indexing(name, int(answer[4]) / 1000))
             if generation == ABSENT or chunks < 0:
                 return Opened(generation)
             if chunks == 0:
@@ -150,8 +152,8 @@ class RedisStore(SharedStore):
 
     @_asks_server
     def describe(self, name: StateName) -> tuple[str, Listed] | None:
-        answer = self._run(DESCRIBE.call([self._key(name)], [1]))
-        if not answer:
+        answer = self._run(DESCRIBE.call(self._state_and_lock(name), [1]))
+        if len(answer) < 2:
             return None
         listed = _listed(name.id, answer)
         self._run(self._indexing(name, listed.entry.ttl))
@@ -189,8 +191,10 @@ class RedisStore(SharedStore):
 
     @_asks_server
     def unlock(self, lock: Lock) -> None:
-        key = self._key(lock.name)
-        if not int(self._run(UNLOCK.call([key, f"{key}:lock"], [lock.token]))):
+        ttl = int(self._run(UNLOCK.call(self._state_and_lock(lock.name), [lock.token])))
+        if ttl > 0:
+            self._run(self._indexing(lock.name, ttl / 1000))
+        elif ttl == 0:
             self._take_out(lock.name.owner, [lock.name.id])
 
     @_asks_server
@@ -209,11 +213,11 @@ class RedisStore(SharedStore):
             ids = self._redis.zrangebylex(ids_key, least, "+", start=0, num=LISTED_AT_ONCE)
             gone = []
             names = [StateName(owner, raw.decode()) for raw in ids]
-            answers = self._run_all([DESCRIBE.call([self._key(one)], [0]) for one in names])
+            answers = self._run_all([DESCRIBE.call(self._state_and_lock(one), [0]) for one in names])
             for id, answer in zip((one.id for one in names), answers, strict=True):
-                if answer:
+                if len(answer) > 1:
                     found.append(_listed(id, answer))
-                else:
+                elif not answer:
                     gone.append(id)
                 after = id
             self._take_out(owner, gone)
@@ -290,6 +294,10 @@ class RedisStore(SharedStore):
 
     def _key(self, name: StateName) -> str:
         return f"minserve:{{{self._model}:{name.digest}}}"
+
+    def _state_and_lock(self, name: StateName) -> list[str]:
+        key = self._key(name)
+        return [key, f"{key}:lock"]
 
     def _indexes(self, owner: str) -> list[str]:
         both = f"minserve:{{{self._model}:{owner}}}"
