@@ -387,7 +387,7 @@ class SharedStates(StateStore):
         self._changing[name] = self._changing.get(name, 0) + 1
 
         def remove() -> bytes:
-            self._store.remove(held.lock)
+            self._store.remove(held.lock, held.base)
             return b""
 
         def on_removed(result: Result) -> None:

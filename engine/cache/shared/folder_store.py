@@ -195,12 +195,22 @@ class FolderStore(SharedStore):
         return generation
 
     @_uses_folder
-    def remove(self, lock: Lock) -> None:
+    def remove(self, lock: Lock, base: str) -> None:
         place = self._place(lock.name)
+        try:
+            self._add_removal(place, lock, base)
+        except FileNotFoundError:  # another server has replaced or removed the version meanwhile
+            raise _conflict(lock.name) from None
+        self._give_back(place, lock)
+
+    def _add_removal(self, place: Path, lock: Lock, base: str) -> None:
+        """Make an empty file the next version, if the lock and the base are what they were."""
         held, last = _read_text(place / "lock"), self._last_file(place)
         if held not in ("", lock.token):
             raise _conflict(lock.name)
         if last is not None and last.stat().st_size:
+            if _generation(last) != base and not self._is_over(place, last):
+                raise _conflict(lock.name)
             made = place / f".{lock.token}.writing"
             self._write_new(made, b"")
             version = place / f"{_number(last) + 1:012d}{SUFFIX}"
@@ -212,7 +222,6 @@ class FolderStore(SharedStore):
                 made.unlink()
             self._sync_folder(place)
             self._remove_before(place, version)
-        self._give_back(place, lock)
 
     @_uses_folder
     def unlock(self, lock: Lock) -> None:

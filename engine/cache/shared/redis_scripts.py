@@ -45,8 +45,8 @@ class Script:
 
 
 # KEYS: state, lock. ARGV: known generation, token or "", lease in ms.
-# Returns {1, rest of the other lock's lease} or {0, generation, chunks, value, ttl}; chunks is -1 if
-# the generation is known.
+# Returns {1, rest of the other lock's lease} or {0, generation, chunks, value, ttl}; chunks is -1
+# if the generation is known.
 OPEN = Script("""#!lua flags=allow-oom
 if ARGV[2] ~= '' then
   local held = redis.call('GET', KEYS[2])
@@ -70,8 +70,8 @@ local value = redis.call('HGET', KEYS[1], 'value') or ''
 return {0, found[1], tonumber(found[3]), value, found[2]}
 """)
 
-# KEYS: state, lock. ARGV: 1 to restart its lifetime. Returns {generation, entry, ttl, rest of it}, or
-# if there is no such state {}, or {0} if one may be under way.
+# KEYS: state, lock. ARGV: 1 to restart its lifetime. Returns {generation, entry, ttl, rest of it};
+# without such a state {}, or {0} if its lock is held, so that one may be written soon.
 DESCRIBE = Script("""#!lua flags=allow-oom
 local found = redis.call('HMGET', KEYS[1], 'generation', 'entry', 'ttl', 'chunks')
 if not found[1] then
@@ -117,13 +117,13 @@ end
 return 1
 """)
 
-# KEYS: state, lock. ARGV: token. Returns 1, or 0 if another lock is held.
+# KEYS: state, lock. ARGV: token, base generation. Returns 1, or 0 if the lock or the base is lost.
 REMOVE = Script("""#!lua flags=allow-oom
 local held = redis.call('GET', KEYS[2])
-if held and held ~= ARGV[1] then
+local found = redis.call('HMGET', KEYS[1], 'generation', 'chunks')
+if (held and held ~= ARGV[1]) or (found[1] and found[1] ~= ARGV[2]) then
   return 0
 end
-local found = redis.call('HMGET', KEYS[1], 'generation', 'chunks')
 for i = 1, tonumber(found[2] or 0) do
   redis.call('UNLINK', KEYS[1] .. ':' .. found[1] .. ':' .. i)
 end

@@ -183,9 +183,8 @@ class RedisStore(SharedStore):
         return generation
 
     @_asks_server
-    def remove(self, lock: Lock) -> None:
-        key = self._key(lock.name)
-        if not int(self._run(REMOVE.call([key, f"{key}:lock"], [lock.token]))):
+    def remove(self, lock: Lock, base: str) -> None:
+        if not int(self._run(REMOVE.call(self._state_and_lock(lock.name), [lock.token, base]))):
             raise _conflict(lock.name)
         self._take_out(lock.name.owner, [lock.name.id])
 
@@ -213,7 +212,9 @@ class RedisStore(SharedStore):
             ids = self._redis.zrangebylex(ids_key, least, "+", start=0, num=LISTED_AT_ONCE)
             gone = []
             names = [StateName(owner, raw.decode()) for raw in ids]
-            answers = self._run_all([DESCRIBE.call(self._state_and_lock(one), [0]) for one in names])
+            answers = self._run_all(
+                [DESCRIBE.call(self._state_and_lock(one), [0]) for one in names]
+            )
             for id, answer in zip((one.id for one in names), answers, strict=True):
                 if len(answer) > 1:
                     found.append(_listed(id, answer))

@@ -154,11 +154,15 @@ class SharedStore(ABC):
         """
 
     @abstractmethod
-    def remove(self, lock: Lock) -> None:
-        """Remove a state, and give its lock back.
+    def remove(self, lock: Lock, base: str) -> None:
+        """Remove a state, and give its lock back. Repeating it is safe.
+
+        Args:
+            lock: from `open`.
+            base: the generation that `open` returned.
 
         Raises:
-            StateConflict: another server has taken the lock.
+            StateConflict: another server has taken the lock or has written.
             StoreUnavailable.
         """
 

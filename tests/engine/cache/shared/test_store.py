@@ -168,7 +168,7 @@ def test_a_version_that_was_replaced_cannot_be_gone_on_from(opened: Open) -> Non
     generation = second.open(NAME, ABSENT).generation
     theirs = lock()
     second.open(NAME, ABSENT, theirs)
-    second.remove(theirs)
+    second.remove(theirs, generation)
     with pytest.raises(StateConflict):
         first.write(mine, generation, content(5))
     assert second.open(NAME, ABSENT).generation == ABSENT
@@ -189,13 +189,13 @@ def test_a_write_may_be_repeated(opened: Open) -> None:
 
 def test_removing(opened: Open) -> None:
     first, second = opened(), opened()
-    store_one(first, 5)
+    base = store_one(first, 5)
     mine, theirs = lock(), lock()
     first.open(NAME, ABSENT, mine)
     with pytest.raises(StateConflict):
-        second.remove(theirs)
-    first.remove(mine)
-    first.remove(mine)  # repeating it is safe
+        second.remove(theirs, base)
+    first.remove(mine, base)
+    first.remove(mine, base)  # repeating it is safe
     assert second.open(NAME, ABSENT, theirs).generation == ABSENT
     assert second.list_states(NAME.owner, "", 10) == ([], False)
     assert second.write(theirs, ABSENT, content(6))
@@ -242,6 +242,62 @@ def test_states_expire_after_their_last_use(opened: Open) -> None:
     assert store_one(first, 6), "its name can be used again"
 
 
+def test_a_state_that_is_only_read_stays_in_lists_and_counts(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "ADMITTED_SECONDS", 0.1)
+    first = opened()
+    base = store_one(first, 5, ttl=0.5)
+    for known in (ABSENT, base, ABSENT, base):
+        time.sleep(0.3)
+        assert first.open(NAME, known).generation == base
+    assert [one.id for one in first.list_states(NAME.owner, "", 10)[0]] == [NAME.id]
+    other = lock(StateName(NAME.owner, "other"))
+    with pytest.raises(StateQuota):
+        first.open(other.name, ABSENT, other, most=1)
+
+
+def test_a_state_that_is_over_is_not_counted(opened: Open) -> None:
+    first = opened()
+    for id in "abc":
+        mine = lock(StateName(NAME.owner, id))
+        first.open(mine.name, ABSENT, mine, most=1)
+        first.write(mine, ABSENT, content(5, mine.name, ttl=0.2))
+        time.sleep(0.4)
+
+
+def test_who_finds_a_new_state_locked_leaves_it_counted(opened: Open) -> None:
+    first, second = opened(), opened()
+    mine, late = lock(), lock()
+    base = first.open(NAME, ABSENT, mine, most=1).generation
+    with pytest.raises(StateBusy):
+        second.open(NAME, ABSENT, late, most=1)
+    second.unlock(late)  # a caller need not know whether it was taken
+    other = lock(StateName(NAME.owner, "other"))
+    if isinstance(first, redis_store.RedisStore):  # a folder counts what is stored
+        with pytest.raises(StateQuota):
+            second.open(other.name, ABSENT, other, most=1)
+    first.write(mine, base, content(5))
+    with pytest.raises(StateQuota):
+        second.open(other.name, ABSENT, other, most=1)
+
+
+def test_a_removal_without_its_lock_spares_a_later_version(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (store, redis_store, folder_store):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 0.3)
+    first, second = opened(), opened()
+    base = store_one(first, 5)
+    paused = lock()
+    first.open(NAME, ABSENT, paused)
+    time.sleep(0.6)
+    later = store_one(second, 6)
+    with pytest.raises(StateConflict):
+        first.remove(paused, base)
+    assert second.open(NAME, ABSENT).generation == later
+
+
 def test_an_owner_has_so_many_states_at_most(opened: Open) -> None:
     first, second = opened(), opened()
     for id in "ab":
@@ -252,8 +308,9 @@ def test_an_owner_has_so_many_states_at_most(opened: Open) -> None:
     with pytest.raises(StateQuota, match="up to 2"):
         second.open(third.name, ABSENT, third, most=2)
     again = lock(StateName.of("emma", "a"))
-    assert second.open(again.name, ABSENT, again, most=2).content, "what is there may be replaced"
-    second.remove(again)
+    there = second.open(again.name, ABSENT, again, most=2)
+    assert there.content, "what is there may be replaced"
+    second.remove(again, there.generation)
     second.open(third.name, ABSENT, third, most=2)
     second.unlock(third)  # a turn that stored nothing
     fourth = lock(StateName.of("emma", "d"))
