@@ -30,6 +30,8 @@ SENTINEL_PORT, PORT = 26379, 6379
 
 def redacted(url: str) -> str:
     """Return the URL as logs may show it: without user, password and query."""
+    if _splits_password(url):
+        url = f"{url.partition('://')[0]}://hidden@{url.rpartition('@')[2]}"
     try:
         parts = urlsplit(url)
         host = parts.netloc.rpartition("@")[2]
@@ -37,6 +39,24 @@ def redacted(url: str) -> str:
         return "an invalid URL"
     hidden = "***@" if "@" in parts.netloc else ""
     return urlunsplit((parts.scheme, hidden + host, parts.path, "", ""))
+
+
+def _splits_password(url: str) -> bool:
+    """Return whether the host seems to end within the user or the password, at a / ? or #."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    if parts.scheme == "file" or "@" in parts.netloc:
+        return False
+    if "@" in parts.path:
+        return True
+    try:
+        last = urlsplit(f"//{parts.netloc.rpartition(',')[2]}")
+        is_host = last.hostname is not None and (last.port is None or last.port > 0)
+    except ValueError:
+        is_host = False
+    return not is_host and "@" in parts.query + parts.fragment
 
 
 def connect(url: str, connections: int) -> Any:
@@ -52,6 +72,12 @@ def connect(url: str, connections: int) -> Any:
         import redis
     except ImportError:
         raise ConfigError(INSTALL, param="state_store") from None
+    if _splits_password(url):  # an error of the parser would show a part of it
+        raise ConfigError(
+            f"state_store is {redacted(url)!r}, whose user or password has a / ? or #; allowed: "
+            "%2F, %3F and %23 in their place",
+            param="state_store",
+        )
     try:
         parts = urlsplit(url)
         make = _KINDS[parts.scheme.partition("+")[2]]

@@ -289,6 +289,22 @@ def test_wrong_urls(url: str) -> None:
     assert error.value.param == "state_store"
 
 
+@pytest.mark.parametrize("kind", ["redis", "rediss+sentinel", "redis+cluster"])
+@pytest.mark.parametrize("password", ["se/cret", "se?cret", "se#cret", "12/34", "12?34", "a/b@c?d"])
+def test_a_password_that_is_not_quoted_is_not_shown(kind: str, password: str) -> None:
+    with pytest.raises(ConfigError, match="%2F, %3F and %23") as error:
+        open_shared_store(f"{kind}://:{password}@host:6379/name", "model")
+    assert "//***@host:6379" in error.value.message
+    for part in password.replace("?", "/").replace("#", "/").replace("@", "/").split("/"):
+        assert f":{part}" not in error.value.message and f"{part}@" not in error.value.message
+
+
+@pytest.mark.parametrize("host", ["host", "host:1", "[::1]:1"])
+def test_an_option_may_have_any_character(host: str) -> None:
+    open_shared_store(f"redis://{host}/0?password=a@b", "model").close()
+    open_shared_store(f"redis+sentinel://other:2,{host}/name?password=a@b", "model").close()
+
+
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state_store"):
