@@ -225,8 +225,17 @@ class Settings(BaseSettings):
                 "allowed: one of them"
             )
         if self.state_store_file is not None:
-            return read_secret(self.state_store_file).strip()
-        return None if self.state_store is None else self.state_store.get_secret_value()
+            where, url = str(self.state_store_file), read_secret(self.state_store_file).strip()
+        elif self.state_store is not None:
+            where, url = (
+                "--state-store (MINSERVE_STATE_STORE)",
+                self.state_store.get_secret_value().strip(),
+            )
+        else:
+            return None
+        if not url:  # rather than a server that keeps states in memory alone
+            raise ConfigError(f"{where} is empty; allowed: the URL of a state store")
+        return url
 
     def engine_config(self) -> EngineConfig:
         """Return the settings of the engine. Raises ConfigError for values it does not allow."""
