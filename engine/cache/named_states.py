@@ -262,6 +262,7 @@ class NamedStates:
             then(self.info(named))
             return
         if not wait and store.shared:  # nobody else will use it
+            named.brief = True
             self._place(pending)
             then(self.info(named))
             return
@@ -605,7 +606,7 @@ class NamedStates:
         """
         key = (owner, id)
         named = self._index.get(key)
-        if named is None or named.tag or named.point.turns < turn:
+        if named is None or named.tag or named.brief or named.point.turns < turn:
             return
         if key not in self.locks and not self._is_changing(key):
             self._remove(key)

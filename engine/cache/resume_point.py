@@ -46,6 +46,7 @@ class NamedState:
     writing: bool = False  # the file is not written yet
     # Tag of a file that still has a former state of the name, since this one could not be written.
     former_tag: bytes = b""
+    brief: bool = False  # it was never to be written to a shared store
 
     @property
     def key(self) -> tuple[str, str]:

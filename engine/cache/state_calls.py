@@ -102,6 +102,8 @@ class StateCallHandler:
             shared.describe((call.owner, call.id), partial(self._on_described, pending))
         else:
             wants = self._states.wants(call.owner, locks)
+            for want in wants:
+                want.counts = want.key[1] == call.target  # the other one is removed or only read
             # the id that a move leaves is removed later
             most = self._most_states + (call.action == "move" and call.target != call.id)
             shared.fetch(wants, most, partial(self._on_fetched, pending, locks))

@@ -86,6 +86,7 @@ class Want:
     key: Key
     lock: bool  # it will be replaced or removed
     known: str = ABSENT  # the version that this engine has; ABSENT: none
+    counts: bool = True  # with a lock: if it is new, it counts for the owner's quota
     held: Lock | None = None
     found: Found | None = None
 
@@ -201,7 +202,8 @@ class SharedStates(StateStore):
             name = StateName.of(*want.key)
             if want.lock and want.held is None:
                 want.held = Lock(name, secrets.token_hex(16))
-            opened = self._store.open(name, want.known, want.held, fetch.most)
+            most = fetch.most if want.counts else None
+            opened = self._store.open(name, want.known, want.held, most)
             want.found = self._check(name, opened)
         return b""
 

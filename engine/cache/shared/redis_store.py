@@ -124,7 +124,7 @@ class RedisStore(SharedStore):
                     f"state {name.id!r} is being replaced by another request", retry_after=rest
                 )
             generation, chunks = _generation(answer[1]), int(answer[2])
-            if lock is not None and generation == ABSENT:
+            if lock is not None and generation == ABSENT and most is not None:
                 self._count(lock, most)
             if lock is None and generation != ABSENT:  # with a lock, when it is given back
                 self._run(self._indexing(name, int(answer[4]) / 1000))
@@ -137,7 +137,7 @@ class RedisStore(SharedStore):
                 return Opened(generation, b"".join(parts))
         raise StoreUnavailable("a part of the state is missing in the state store")
 
-    def _count(self, lock: Lock, most: int | None) -> None:
+    def _count(self, lock: Lock, most: int) -> None:
         """Count a new state for its owner's quota. Raises StateQuota if it is one too many."""
         if not int(self._run(self._indexing(lock.name, ADMITTED_SECONDS, most))):
             self.unlock(lock)

@@ -124,7 +124,8 @@ class SharedStore(ABC):
             name: the state.
             known: a generation whose content is not needed.
             lock: take this lock first.
-            most: with `lock`: the most states that the owner may have, this one included.
+            most: with `lock`: the most states that the owner may have, this one included; None: any
+                number, and a new one counts once it is written.
 
         Raises:
             StateBusy: another lock is held; `retry_after` is the rest of its lease in seconds.

@@ -185,6 +185,17 @@ def test_turns_are_numbered(server: Server) -> None:
     assert code(run_turn(other, b"", number=4)) == "turn_done"
 
 
+def test_a_snapshot_has_had_its_turns(server: Server) -> None:
+    one = server(max_states=1)
+    turn(one, b"abc")
+    content = one.ask("export", id="s").content
+    (brief,) = one.ask("import", content=content, brief=True).states
+    assert code(one.run(b"", 1, state=brief.id, turn=1)) == "turn_done"
+    assert text(one.run(b"", 1, state=brief.id, turn=2)) == b"g"
+    assert one.code("delete", id=brief.id) == "ok"
+    assert one.code("get", id=brief.id) == "state_not_found"
+
+
 def test_the_quota_counts_the_states_of_all_servers(server: Server) -> None:
     one, other = server(max_states=2), server(max_states=2)
     turn(one, b"a", id="a")
@@ -194,6 +205,8 @@ def test_the_quota_counts_the_states_of_all_servers(server: Server) -> None:
     assert one.code("move", id="a", target="c") == "ok", "there are not more of them then"
     assert one.code("move", id="c", target="a") == "ok"
     assert one.code("move", id="a", target="a") == "ok"
+    for action in ("delete", "move"):
+        assert one.code(action, id="none") == "state_not_found"  # type: ignore[arg-type]
     assert turn(one, b"", id="b") == b"efg"
     assert other.code("delete", id="a") == "ok"
     assert turn(one, b"a", id="c") == b"bcd"
