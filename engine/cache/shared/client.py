@@ -87,7 +87,7 @@ class Want:
     lock: bool  # it will be replaced or removed
     known: str = ABSENT  # the version that this engine has; ABSENT: none
     counts: bool = True  # with a lock: if it is new, it counts for the owner's quota
-    held: Lock | None = None
+    held: Lock | None = None  # with `lock`: the one that is asked for
     found: Found | None = None
 
 
@@ -137,7 +137,7 @@ class SharedStates(StateStore):
         # the version that the engine had when the fetch began is gone, so its content is needed.
         self.on_found: Callable[[Key, Found], bool] = lambda key, found: True
         self._held: dict[str, _Held] = {}  # by file name
-        self._asking: set[str] = set()  # files whose lock a fetch of this engine is asking for
+        self._asking: dict[str, Lock] = {}  # locks that fetches of this engine ask for, by file
         self._changing: dict[str, int] = {}  # writes and removals in progress, by file name
         self._later: list[tuple[float, Callable[[], None]]] = []  # what to do, and when
         self._resting_until = 0.0
@@ -176,7 +176,11 @@ class SharedStates(StateStore):
             busy = StateBusy(f"state {ids} is being replaced by another request")
             self._later.append((0.0, partial(self._tell, fetch, busy)))
             return fetch
-        self._asking.update(locked)
+        for want in wants:
+            if want.lock:
+                want.held = Lock(StateName.of(*want.key), secrets.token_hex(16))
+                self._asking[self.file_of(*want.key)] = want.held
+        self._note_held()
         self._look(fetch)
         return fetch
 
@@ -200,8 +204,6 @@ class SharedStates(StateStore):
         """Ask for each name in order; run by a worker thread."""
         for want in fetch.wants:
             name = StateName.of(*want.key)
-            if want.lock and want.held is None:
-                want.held = Lock(name, secrets.token_hex(16))
             most = fetch.most if want.counts else None
             opened = self._store.open(name, want.known, want.held, most)
             want.found = self._check(name, opened)
@@ -255,8 +257,9 @@ class SharedStates(StateStore):
                 file = self.file_of(*want.key)
                 assert want.held is not None and want.found is not None
                 self._held[file] = _Held(want.held, want.found.generation)
-            self._note_held()
-        self._asking.difference_update(self.file_of(*one.key) for one in fetch.wants if one.lock)
+        for want in locked:
+            del self._asking[self.file_of(*want.key)]
+        self._note_held()
         self._tell(fetch, error)
 
     def _tell(self, fetch: Fetch, error: EngineError | None) -> None:
@@ -487,7 +490,10 @@ class SharedStates(StateStore):
         self._submit(self._lane(f"{lock.name.owner}/{lock.name.id}"), unlock, told)
 
     def _note_held(self) -> None:
-        self._renewed = tuple(held.lock for held in self._held.values())
+        # Reading a large state may take longer than a lease, so locks that are asked for are
+        # renewed too; for one that the store has not given, that does nothing.
+        held = [one.lock for one in self._held.values()]
+        self._renewed = (*held, *self._asking.values())
 
     def _tidy(self) -> None:
         while not self._closed.wait(TIDY_SECONDS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -245,6 +246,31 @@ def test_a_turn_that_takes_long_keeps_its_lock(
     one.finish()
     assert text(one.ends[one.next]) == b"ghijklmn"
     assert turn(other, b"") == b"opq"
+
+
+def test_a_state_that_takes_long_to_read_stays_locked(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expire_soon(monkeypatch, 0.4)
+    one, other = server(), server()
+    turn(one, b"abc")
+    cache = other.engine._cache
+    assert cache.shared is not None
+    opens, locked = cache.shared._store.open, threading.Event()
+
+    def slow(*args: Any) -> store.Opened:
+        opened = opens(*args)
+        locked.set()
+        time.sleep(1.2)
+        return opened
+
+    monkeypatch.setattr(cache.shared._store, "open", slow)
+    id = other.submit(b"", 2, state="s", keep=KeepState(id="s"))
+    assert locked.wait(10)
+    time.sleep(0.8)
+    assert code(run_turn(one, b"", 1)) == "state_busy"
+    other.finish()
+    assert text(other.ends[id]) == b"gh"
 
 
 def test_requests_that_leave_while_the_store_is_asked_leave_no_lock(server: Server) -> None:
