@@ -5,8 +5,7 @@ The scheduler reports the life of a sequence by these calls, in this order:
 | call | when | what it does |
 | --- | --- | --- |
 | `fetch` | it arrives | asks the shared store, if there is one, for its named states |
-| `on_add` | it is enqueued, or fetched | looks up the named state, reserves the name it will leave
-|
+| `on_add` | it is enqueued, or fetched | looks up the named state, reserves the name it leaves |
 | `lookup` | it could be admitted | finds where it may start, or what it has to wait for |
 | `on_admit` | it is admitted | plans the copy to its slot, makes it the reader of its marks |
 | `on_prefill` | a plan reads part of its text | plans the copies to cached states |

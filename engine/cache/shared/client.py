@@ -442,15 +442,22 @@ class SharedStates(StateStore):
             self.wait(0.1)
 
     def close(self) -> None:
-        for name in list(self._held):
-            if name not in self._changing:
-                self.unlock_file(name)
+        self._unlock_idle()
         self.flush()
+        if self._unlock_idle():  # locks of fetches that were under way
+            self.flush()
         self._closed.set()
         self._renewer.join()
         self._store.close()
 
     # Inside.
+
+    def _unlock_idle(self) -> bool:
+        """Give back the locks of all names that are not changing; return whether there were any."""
+        idle = [name for name in self._held if name not in self._changing]
+        for name in idle:
+            self.unlock_file(name)
+        return bool(idle)
 
     @staticmethod
     def _lane(name: str) -> str:

@@ -6,12 +6,11 @@ A server carries out one turn of a text in this order:
    *generation*, the name of the version that the store has. It gets the state too, unless its own
    memory has that generation.
 2. The turn, while `renew` keeps the lock. A server that dies stops renewing, and its locks end
-after
-   LEASE_SECONDS.
+   after LEASE_SECONDS.
 3. `write` with the lock and the generation from step 1. It stores the new version and gives the
-lock
-   back, in one atomic step, or raises StateConflict: another server has taken the lock, or has
-   written, in the meantime. So a server that was cut off or paused cannot overwrite a later turn.
+   lock back, in one atomic step, or raises StateConflict: another server has taken the lock, or
+   has written, in the meantime. So a server that was cut off or paused cannot overwrite a later
+   turn.
 
 A store is trusted no more than a client. What it returns is checked like any imported state, by its
 fingerprint and its digest.

@@ -328,6 +328,21 @@ def test_a_call_gives_no_lock_back_that_a_request_has(server: Server) -> None:
     assert turn(other, b"") == b"fgh"
 
 
+def test_a_server_that_ends_leaves_no_lock(server: Server) -> None:
+    one, other = server(), server()
+    turn(one, b"abc")
+    one.engine.ask("c", StateCall(call=1, action="fork", id="s", target="t"))
+    one.engine.ask("c", StateCall(call=2, action="move", id="s", target="u"))
+    one.submit(b"x", 3, keep=KeepState(id="v"))
+    one.engine.abort_all()
+    one.engine.close()
+    shared = other.engine._cache.shared
+    assert shared is not None
+    for id in "stuv":
+        name = store.StateName.of("", id)
+        shared._store.open(name, store.ABSENT, store.Lock(name, "0" * 32))
+
+
 def test_a_copy_that_is_lost_while_the_store_is_asked_is_read_again(server: Server) -> None:
     """The store has only said that the version is known, and no session may begin anew."""
     one = server()
