@@ -170,9 +170,10 @@ class FolderStore(SharedStore):
         """Make the file `made` the next version, if the lock and the base are what they were."""
         held, last = _read_text(place / "lock"), self._last_file(place)
         present = self._last(place)
-        if present is not None and self._is_over(place, present):
-            present = None
-        if held not in ("", lock.token) or base != (_generation(present) if present else ABSENT):
+        bases = {_generation(present) if present else ABSENT}
+        if present and self._is_over(place, present):  # before `open`, or since
+            bases.add(ABSENT)
+        if held not in ("", lock.token) or base not in bases:
             if last is None or not filecmp.cmp(last, made, shallow=False):
                 raise _conflict(lock.name)
             self._give_back(place, lock)  # the repeat of a write that was carried out

@@ -59,9 +59,13 @@ local found = redis.call('HMGET', KEYS[1], 'generation', 'ttl', 'chunks')
 if not found[1] then
   return {0, '', 0, '', 0}
 end
-redis.call('PEXPIRE', KEYS[1], found[2])
+local rest = tonumber(found[2])
+if ARGV[2] ~= '' then  -- it must not expire before its holder has written the next version
+  rest = math.max(rest, tonumber(ARGV[3]))
+end
+redis.call('PEXPIRE', KEYS[1], rest)
 for i = 1, tonumber(found[3]) do
-  redis.call('PEXPIRE', KEYS[1] .. ':' .. found[1] .. ':' .. i, found[2])
+  redis.call('PEXPIRE', KEYS[1] .. ':' .. found[1] .. ':' .. i, rest)
 end
 if found[1] == ARGV[1] then
   return {0, found[1], -1, '', found[2]}
@@ -139,14 +143,27 @@ if held and held ~= ARGV[1] then
   return -1
 end
 redis.call('DEL', KEYS[2])
-return tonumber(redis.call('HGET', KEYS[1], 'ttl') or 0)
+local ttl = tonumber(redis.call('HGET', KEYS[1], 'ttl') or 0)
+if held and ttl > 0 then
+  redis.call('PEXPIRE', KEYS[1], ttl)
+end
+return ttl
 """)
 
-# KEYS: lock. ARGV: token, lease in ms. A lock that is gone is not taken again: its holder may have
-# given it back while this was under way.
+# KEYS: state, lock. ARGV: token, lease in ms. A lock that is gone is not taken again: its holder
+# may have given it back while this was under way. A state lives at least as long as its lock.
 RENEW = Script("""#!lua flags=allow-oom
-if redis.call('GET', KEYS[1]) == ARGV[1] then
-  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if redis.call('GET', KEYS[2]) ~= ARGV[1] then
+  return 0
+end
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+local found = redis.call('HMGET', KEYS[1], 'generation', 'ttl', 'chunks')
+if found[1] then
+  local rest = math.max(tonumber(found[2]), tonumber(ARGV[2]))
+  redis.call('PEXPIRE', KEYS[1], rest)
+  for i = 1, tonumber(found[3]) do
+    redis.call('PEXPIRE', KEYS[1] .. ':' .. found[1] .. ':' .. i, rest)
+  end
 end
 return 1
 """)

@@ -200,7 +200,7 @@ class RedisStore(SharedStore):
     def renew(self, locks: Iterable[Lock]) -> None:
         lease = _ms(LEASE_SECONDS)
         self._run_all(
-            [RENEW.call([f"{self._key(lock.name)}:lock"], [lock.token, lease]) for lock in locks]
+            [RENEW.call(self._state_and_lock(lock.name), [lock.token, lease]) for lock in locks]
         )
 
     @_asks_server

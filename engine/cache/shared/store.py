@@ -174,6 +174,8 @@ class SharedStore(ABC):
     def renew(self, locks: Iterable[Lock]) -> None:
         """Prolong the locks that are held; one that was given back stays free.
 
+        A state does not expire before its lock.
+
         Raises StoreUnavailable.
         """
 

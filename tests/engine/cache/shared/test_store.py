@@ -209,8 +209,7 @@ def test_lists_are_in_order_and_in_pages(opened: Open, monkeypatch: pytest.Monke
     for tokens, id in enumerate(ids, 1):
         store_one(first, tokens, StateName.of("emma", id))
     gone = lock(StateName.of("emma", "c"))
-    first.open(gone.name, ABSENT, gone)
-    first.remove(gone)
+    first.remove(gone, first.open(gone.name, ABSENT, gone).generation)
     left = sorted(set(ids) - {"c"})
     found, more = second.list_states(NAME.owner, "", 100)
     assert ([one.id for one in found], more) == (left, False)
@@ -240,6 +239,29 @@ def test_states_expire_after_their_last_use(opened: Open) -> None:
     assert first.describe(NAME) is None
     assert first.list_states(NAME.owner, "", 10) == ([], False)
     assert store_one(first, 6), "its name can be used again"
+
+
+def test_a_state_does_not_expire_while_it_is_locked(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (store, redis_store, folder_store):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 0.8)
+    first = opened()
+    base = store_one(first, 5, ttl=0.3)
+    mine = lock()
+    assert first.open(NAME, base, mine).generation == base
+    for _ in range(3):
+        time.sleep(0.5)
+        first.renew([mine])
+    first.write(mine, base, content(6, ttl=0.3))
+    assert first.open(NAME, ABSENT).content == content(6, ttl=0.3)
+    time.sleep(0.6)
+    assert first.open(NAME, ABSENT).generation == ABSENT
+    base = store_one(first, 5, ttl=0.3)
+    first.open(NAME, base, mine)
+    first.unlock(mine)
+    time.sleep(0.6)
+    assert first.open(NAME, ABSENT).generation == ABSENT
 
 
 def test_a_state_that_is_only_read_stays_in_lists_and_counts(
@@ -335,8 +357,7 @@ def test_large_states_are_stored_in_parts(opened: Open, monkeypatch: pytest.Monk
     store_one(first, 4)
     assert second.open(NAME, ABSENT).content == content(4), "smaller than before"
     gone = lock()
-    first.open(NAME, ABSENT, gone)
-    first.remove(gone)
+    first.remove(gone, first.open(NAME, ABSENT, gone).generation)
     if isinstance(first, redis_store.RedisStore):
         assert first._redis.keys("*") == [], "no part is left"
 
@@ -381,8 +402,7 @@ def test_what_is_over_is_cleared_away(
     store_one(first, 2, StateName.of("emma", "kept"))
     store_one(first, 3, StateName.of("otto", "gone"))
     gone = lock(StateName.of("otto", "gone"))
-    first.open(gone.name, ABSENT, gone)
-    first.remove(gone)
+    first.remove(gone, first.open(gone.name, ABSENT, gone).generation)
     held = lock(StateName.of("emma", "held"))
     first.open(held.name, ABSENT, held)
     time.sleep(0.2)
