@@ -94,7 +94,7 @@ def _measured(
 
     open_seconds, open_whole = cost(lambda key: opened(key, generation(key)))
     read_seconds, _ = cost(lambda key: opened(key, ""))
-    renew_seconds, _ = cost(lambda key: RENEW.call([f"{key}:lock"], [TOKEN, 6000]))
+    renew_seconds, _ = cost(lambda key: RENEW.call([key, f"{key}:lock"], [TOKEN, 6000]))
     write_seconds, write_whole = cost(written)
     admit_seconds, _ = cost(admitted)
     client.config_set("appendfsync", "always")
