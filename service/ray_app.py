@@ -31,7 +31,7 @@ def app(arguments: dict[str, str]) -> Any:
             field, kind = OF_SCALE[name]
             try:
                 scale[field] = kind(arguments[name])
-            except ValueError:
+            except (TypeError, ValueError):  # TypeError: null in a config file
                 raise ConfigError(
                     f"{name} is {arguments[name]!r}; allowed: a number", param=name
                 ) from None

@@ -35,11 +35,12 @@ def test_wrong_scales(fields: dict[str, Any], told: str) -> None:
     ("arguments", "told"),
     [
         ({"replicas": "two"}, "replicas is 'two'; allowed: a number"),
+        ({"max_replicas": None}, "max_replicas is None; allowed: a number"),
         ({"nonsense": "1"}, "unknown argument 'nonsense'; allowed: replicas, max_replicas"),
         ({"max_waiting": "many"}, "MINSERVE_MAX_WAITING is 'many'"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, str], told: str) -> None:
+def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ray_app.app(arguments)
 
