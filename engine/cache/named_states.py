@@ -109,6 +109,9 @@ class NamedStates:
         self.waiters = StoreWaiters()
         self.store_errors = 0  # files that could not be written or removed
         self.files = 0  # number of files of named states
+        # Names that a fetch has found and that its request has not used yet. None of them may be
+        # forgotten now: the request would begin a new text in the place of what the store has.
+        self.found: set[Key] = set()
         self._new: set[Key] = set()  # reserved names that did not exist
         self._new_of: dict[str, int] = {}  # number of these, by owner
         self._alone = store is None or not store.shared  # nobody else did at the last check
@@ -350,7 +353,7 @@ class NamedStates:
             self._asked = now
             self._is_alone()
         for named in self._index.take_expired(now):
-            if named.key in self.locks:
+            if named.key in self.locks or named.key in self.found:
                 self._index.set_expiry(named, now + named.ttl)
             else:
                 self._remove(named.key, with_file=self._alone)
@@ -608,7 +611,7 @@ class NamedStates:
         named = self._index.get(key)
         if named is None or named.tag or named.brief or named.point.turns < turn:
             return
-        if key not in self.locks and not self._is_changing(key):
+        if not (key in self.locks or key in self.found or self._is_changing(key)):
             self._remove(key)
 
     def release_locks(self, owner: str, ids: Iterable[str]) -> None:
@@ -629,6 +632,7 @@ class NamedStates:
 
         Returns False if that needs the content, which was not asked for.
         """
+        self.found.add(key)
         if self._is_changing(key):  # by this engine, which knows better
             return True
         named, tag = self._index.get(key), found.generation.encode()
@@ -660,7 +664,7 @@ class NamedStates:
     def _forget_rowless(self) -> None:
         """Forget the names whose states are in the shared store alone."""
         for named in [one for one in self._index.all() if not one.point.state.has_row]:
-            if not self._is_changing(named.key):
+            if named.key not in self.found and not self._is_changing(named.key):
                 self._remove(named.key)
 
     # Files of other engines in the folder.

@@ -216,6 +216,7 @@ class StateCacheManager:
         Those that were released since are left out.
         """
         fetched, self._fetched = self._fetched, []
+        self.states.found.clear()  # `on_add` follows at once
         return [one for one in fetched if self._fetches.pop(one[0].key, None) is not None]
 
     def on_add(self, sequence: Sequence) -> None:

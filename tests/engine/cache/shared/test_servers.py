@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.cache import named_states
 from engine.cache.shared import client, folder_store, redis_store, store
 from engine.protocol.events import Finished
 from engine.protocol.failed import Failed
@@ -352,6 +353,34 @@ def test_a_copy_that_is_lost_while_the_store_is_asked_is_read_again(server: Serv
     one.finish()
     assert text(one.ends[id]) == b"gh"
     assert turn(one, b"", 1) == b"i"
+
+
+def test_a_session_that_was_fetched_is_not_forgotten_before_its_turn(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn would begin a new text, and replace what the store has."""
+    one, other = server(), server()
+    turn(one, b"abc")
+    monkeypatch.setattr(named_states, "SPARE_NAMES", -1000)  # too many are remembered
+    states = other.engine._cache.states
+    monkeypatch.setattr(states, "_bring", lambda *args: None)  # no row is free
+    assert turn(other, b"p") == b"qrs"
+    assert other.ask("get", id="s").states[0].tokens == 10
+
+
+def test_a_session_that_was_fetched_does_not_expire_before_its_turn(server: Server) -> None:
+    one = server()
+    turn(one, b"abc")
+    id = one.submit(b"p", 3, state="s", state_optional=True, keep=KeepState(id="s"))
+    cache = one.engine._cache
+    while not cache._fetched:
+        cache.wait(0.1)
+    named = cache.states._index.get(("", "s"))
+    assert named is not None
+    cache.states._index.set_expiry(named, time.time() - 1)
+    one.finish()
+    assert text(one.ends[id]) == b"qrs"
+    assert one.ask("get", id="s").states[0].tokens == 10
 
 
 def test_several_requests_for_one_session_at_once(server: Server) -> None:
