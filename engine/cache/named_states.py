@@ -65,6 +65,7 @@ from engine.errors import (
     StateNotStored,
     StateQuota,
     StepFailed,
+    StoreUnavailable,
 )
 from engine.protocol.state_calls import StateInfo
 from engine.protocol.token_ids import ID_BYTES
@@ -149,9 +150,19 @@ class NamedStates:
         """Return the state from which a request continues, or None for a new text.
 
         None if there is no `id`, or if the state is `optional` and does not exist. Raises
-        StateNotFound.
+        StateNotFound; and StoreUnavailable rather than let a new text replace one that exists.
         """
-        if not id or (optional and not self.has(owner, id)):
+        if not id:
+            return None
+        if optional and not self.has(owner, id):
+            if (
+                self._store is not None
+                and self._store.shared
+                and self._store.tag(self._file((owner, id)))
+            ):
+                raise StoreUnavailable(
+                    f"state {id!r} was forgotten here after the state store had been asked for it"
+                )
             return None
         return self.get(owner, id, "state").point
 

@@ -26,13 +26,7 @@ MOST_REQUESTS = 100_000
 
 # HAProxy sends the requests of one session to one replica: by the header's hash, on a ring, so that
 # another number of replicas moves few sessions. Requests without the header go round.
-SESSION_HEADER = "x-session-id"
-PROXY_VARIABLES = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({SESSION_HEADER})\n    hash-type consistent",
-    # Ray's Python proxy and handles find the session in the same header.
-    "RAY_SERVE_SESSION_ID_HEADER_KEY": SESSION_HEADER,
-}
+SESSION_HEADER = "x-session-id"  # unless --session-header names another
 CONSISTENT_HASH_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
 
@@ -62,6 +56,16 @@ class Scale:
                 raise ConfigError(f"{name} is {value:g}; allowed: 0 to 4096", param=name)
 
 
+def proxy_variables(header: str = SESSION_HEADER) -> dict[str, str]:
+    """Return the environment of Ray in which its proxies place requests by this header."""
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"hdr({header})\n    hash-type consistent",
+        # Ray's Python proxy and handles find the session in the same header.
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": header,
+    }
+
+
 def make_application(settings: Settings, scale: Scale) -> Any:
     """Return the Ray Serve application: replicas of a server with these settings.
 
@@ -74,8 +78,7 @@ def make_application(settings: Settings, scale: Scale) -> Any:
     from service.cluster.replica import Replica
 
     _check(settings)
-    if "engine_restarts" not in settings.model_fields_set:  # Ray starts another replica
-        settings = settings.model_copy(update={"engine_restarts": 0})
+    settings = settings.model_copy(update={"engine_restarts": 0})  # Ray starts another replica
     options: dict[str, Any] = {
         "name": NAME,
         "ray_actor_options": {"num_cpus": scale.cpus, "num_gpus": scale.gpus},
@@ -107,7 +110,7 @@ def make_application(settings: Settings, scale: Scale) -> Any:
 def _check(settings: Settings) -> None:
     """Raise ConfigError for settings of sockets and processes, which are Ray's here."""
     given = settings.model_fields_set
-    for name in ("uds", "tls_certificate", "tls_key", "api_workers"):
+    for name in ("uds", "tls_certificate", "tls_key", "api_workers", "engine_restarts"):
         if name in given:
             raise ConfigError(
                 f"--{name.replace('_', '-')} (MINSERVE_{name.upper()}) is given; allowed: nothing, "

@@ -70,7 +70,12 @@ def cluster(
     }  # fmt: skip
     from pydantic import ValidationError
 
-    from service.cluster.deployment import PROXY_VARIABLES, Scale, make_application
+    from service.cluster.deployment import (
+        SESSION_HEADER,
+        Scale,
+        make_application,
+        proxy_variables,
+    )
     from service.settings import Settings, export
 
     try:
@@ -81,7 +86,8 @@ def cluster(
         replicas=replicas, most=max_replicas, cpus=cpus, gpus=gpus, python_proxy=python_proxy
     )
     if address is None and not python_proxy:
-        export(PROXY_VARIABLES)  # before Ray is imported, which reads them then
+        # before Ray is imported, which reads them then
+        export(proxy_variables(settings.session_header or SESSION_HEADER))
     application = make_application(settings, scale)
     _run(application, settings, address)
 
@@ -99,6 +105,8 @@ def _run(application: Any, settings: Any, address: str | None) -> None:
         serve.run(application, name=NAME, route_prefix="/")
     except ConnectionError as error:
         raise ConfigError(f"there is no Ray cluster at {address!r}: {error}") from error
+    except RuntimeError as error:  # Ray has written the replicas' errors above
+        raise ConfigError(f"the replicas did not start: {str(error).splitlines()[0]}") from error
     where = f"http://{settings.host}:{settings.port}"
     print(f"minserve: replicas are ready at {where}", file=sys.stderr)
     if address is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from service import ray_app
-from service.cluster.deployment import PROXY_VARIABLES
+from service.cluster.deployment import proxy_variables
 from service.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,5 +40,5 @@ def test_all_pods_have_the_proxys_variables() -> None:
         (container,) = group["template"]["spec"]["containers"]
         values = {one["name"]: one.get("value") for one in container["env"]}
         for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"):
-            assert values[name] == PROXY_VARIABLES[name]
+            assert values[name] == proxy_variables()[name]
         assert values.keys() >= {"MINSERVE_STATE_STORE", "MINSERVE_API_KEYS"}

@@ -45,9 +45,10 @@ def test_wrong_arguments(arguments: dict[str, Any], told: str) -> None:
         ray_app.app(arguments)
 
 
-@pytest.mark.parametrize("name", ["uds", "tls_certificate", "api_workers"])
+@pytest.mark.parametrize("name", ["uds", "tls_certificate", "api_workers", "engine_restarts"])
 def test_what_is_rays_may_not_be_set(name: str) -> None:
-    settings = Settings(**{name: 2 if name == "api_workers" else "/tmp/x"})  # type: ignore[arg-type]
+    value = 2 if name in ("api_workers", "engine_restarts") else "/tmp/x"
+    settings = Settings(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* because Ray Serve has"):
         deployment._check(settings)
 
@@ -73,3 +74,9 @@ def test_the_server_imports_no_ray() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment()
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_proxies_go_by_the_header_that_names_sessions() -> None:
+    variables = deployment.proxy_variables("x-conversation")
+    assert variables["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].startswith("hdr(x-conversation)\n")
+    assert variables["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-conversation"

@@ -383,6 +383,25 @@ def test_a_session_that_was_fetched_does_not_expire_before_its_turn(server: Serv
     assert one.ask("get", id="s").states[0].tokens == 10
 
 
+def test_a_new_text_never_replaces_one_that_the_store_has(server: Server) -> None:
+    """Whatever this server has forgotten: it holds the lock of a version, so there is one."""
+    one = server()
+    turn(one, b"abc")
+    states = one.engine._cache.states
+
+    def found(key: Any, what: Any) -> bool:
+        told = states.on_found(key, what)
+        states._remove(key)
+        return told
+
+    shared = one.engine._cache.shared
+    assert shared is not None
+    shared.on_found = found
+    assert code(run_turn(one, b"", 1)) == "state_store_unavailable"
+    shared.on_found = states.on_found
+    assert turn(one, b"", 1) == b"g"
+
+
 def test_several_requests_for_one_session_at_once(server: Server) -> None:
     one, other = server(), server()
     turn(one, b"abc")
