@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
 from loadtest.replicas.cluster import CONTROLLER, ENGINE, REPLICA, Cluster, pids
+from loadtest.with_httpx import httpx
 
 TOKENS = 4  # of an answer
 TEXTS = 20  # different sessions; more of them have the same texts under other names

@@ -390,11 +390,11 @@ class StateMachine(RuleBasedStateMachine):
                 self._end(self.all[end.request], end)
         for _, reply in self.engine.replies():
             self.replies[reply.call] = reply
-        file_store = self.engine._cache.transfer._file_store
-        if file_store is not None and self.next % 3:  # at times the disk lags behind, however quick
-            while (
-                file_store.threads._done.qsize() < file_store.pending
-            ):  # which the next step takes note of
+        threads = self.engine._cache.transfer._threads
+        # At times the disk lags behind, however quick. Without files nothing does, or how long a
+        # worker thread took would decide what a rule finds.
+        if not self.folder or self.next % 3:
+            while threads._done.qsize() < threads.pending:  # which the next step takes note of
                 time.sleep(1e-4)
         self._poison()
 
