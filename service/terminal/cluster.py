@@ -5,42 +5,19 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from typing import Annotated, Any
-
-from typer import Option
+from typing import Any
 
 from engine.errors import ConfigError
 from service.terminal import options as options
 
-Replicas = Annotated[
-    int, Option(help="Replicas at the start, and the least of them with --max-replicas.")
-]
-MostReplicas = Annotated[
-    int | None,
-    Option(help="The most replicas; Ray adds and removes some by the load [always --replicas]."),
-]
-Address = Annotated[
-    str | None,
-    Option(
-        help="Ray cluster to deploy to: HOST:PORT, or auto for the one that this machine belongs "
-        "to [a new one on this machine, which ends with this command]."
-    ),
-]
-Cpus = Annotated[float, Option(help="CPUs that Ray counts for a replica.")]
-Gpus = Annotated[float, Option(help="GPUs of a replica.")]
-PythonProxy = Annotated[
-    bool,
-    Option("--python-proxy", help="Use Ray's own proxy instead of HAProxy; it is slower."),
-]
-
 
 def cluster(
-    replicas: Replicas = 2,
-    max_replicas: MostReplicas = None,
-    address: Address = None,
-    cpus: Cpus = 1.0,
-    gpus: Gpus = 0.0,
-    python_proxy: PythonProxy = False,
+    replicas: options.Replicas = 2,
+    max_replicas: options.MostReplicas = None,
+    address: options.RayAddress = None,
+    cpus: options.ReplicaCpus = 1.0,
+    gpus: options.ReplicaGpus = 0.0,
+    python_proxy: options.PythonProxy = False,
     host: options.Host = None,
     port: options.Port = None,
     model: options.ServedModel = None,

@@ -291,6 +291,28 @@ SessionHeader = Annotated[
     ),
 ]
 
+# cluster
+Replicas = Annotated[
+    int, Option(help="Replicas at the start, and the least of them with --max-replicas.")
+]
+MostReplicas = Annotated[
+    int | None,
+    Option(help="The most replicas; Ray adds and removes some by the load [always --replicas]."),
+]
+RayAddress = Annotated[
+    str | None,
+    Option(
+        help="Ray cluster to deploy to: HOST:PORT, or auto for the one that this machine belongs "
+        "to [a new one on this machine, which ends with this command]."
+    ),
+]
+ReplicaCpus = Annotated[float, Option(help="CPUs that Ray counts for a replica.")]
+ReplicaGpus = Annotated[float, Option(help="GPUs of a replica.")]
+PythonProxy = Annotated[
+    bool,
+    Option("--python-proxy", help="Use Ray's own proxy instead of HAProxy; it is slower."),
+]
+
 # generate
 GeneratedTokens = Annotated[int, Option(help="Most tokens to generate.")]
 Temperature = Annotated[

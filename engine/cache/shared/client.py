@@ -37,6 +37,7 @@ from engine.cache.shared.store import (
     Opened,
     SharedStore,
     StateName,
+    busy,
 )
 from engine.cache.shared.times import FetchResult, StoreTimes, result_of, result_of_error
 from engine.cache.storage import snapshot
@@ -170,12 +171,11 @@ class SharedStates(StateStore):
                 no lock is held.
         """
         fetch = Fetch(wants, then, most)
-        locked = [self.file_of(*want.key) for want in wants if want.lock]
-        if any(file in self._held or file in self._asking for file in locked):
-            ids = ", ".join(repr(want.key[1]) for want in wants if want.lock)
-            busy = StateBusy(f"state {ids} is being replaced by another request")
-            self._later.append((0.0, partial(self._tell, fetch, busy)))
-            return fetch
+        for want in wants:
+            file = self.file_of(*want.key)
+            if want.lock and (file in self._held or file in self._asking):
+                self._later.append((0.0, partial(self._tell, fetch, busy(want.key[1]))))
+                return fetch
         for want in wants:
             if want.lock:
                 want.held = Lock(StateName.of(*want.key), secrets.token_hex(16))
@@ -238,27 +238,25 @@ class SharedStates(StateStore):
         assert want.found is not None
         return self.on_found(want.key, want.found)
 
-    def _may_end(self, fetch: Fetch, busy: StateBusy) -> bool:
+    def _may_end(self, fetch: Fetch, error: StateBusy) -> bool:
         """Return whether another server's lock may be abandoned, so that waiting may help."""
-        before, rest = fetch.rest, busy.retry_after or 0.0
+        before, rest = fetch.rest, error.retry_after or 0.0
         fetch.rest = rest
         if fetch.abandoned or time.monotonic() - fetch.began > 2 * LEASE_SECONDS:
             return False
         return before is None or rest < before  # otherwise it was renewed
 
     def _end(self, fetch: Fetch, error: EngineError | None) -> None:
-        locked = [want for want in fetch.wants if want.lock and want.held is not None]
-        if error is not None or fetch.abandoned:
-            for want in locked:
-                if want.held is not None:
-                    self._unlock(want.held)
-        else:
-            for want in locked:
-                file = self.file_of(*want.key)
-                assert want.held is not None and want.found is not None
+        for want in fetch.wants:
+            if want.held is None:
+                continue
+            file = self.file_of(*want.key)
+            del self._asking[file]
+            if error is not None or fetch.abandoned:
+                self._unlock(want.held)
+            else:
+                assert want.found is not None
                 self._held[file] = _Held(want.held, want.found.generation)
-        for want in locked:
-            del self._asking[self.file_of(*want.key)]
         self._note_held()
         self._tell(fetch, error)
 

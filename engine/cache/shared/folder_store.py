@@ -37,12 +37,12 @@ from engine.cache.shared.store import (
     Opened,
     SharedStore,
     StateName,
+    busy,
+    conflict,
 )
 from engine.errors import (
     ConfigError,
     EngineError,
-    StateBusy,
-    StateConflict,
     StateMalformed,
     StateNotStored,
     StateQuota,
@@ -161,7 +161,7 @@ class FolderStore(SharedStore):
             self._write_new(made, content)
             return self._add_version(place, lock, base, made, Entry.of(content).ttl)
         except FileNotFoundError:  # another server has replaced or removed the version meanwhile
-            raise _conflict(lock.name) from None
+            raise conflict(lock.name) from None
         finally:
             with suppress(OSError):
                 made.unlink()
@@ -175,7 +175,7 @@ class FolderStore(SharedStore):
             bases.add(ABSENT)
         if held not in ("", lock.token) or base not in bases:
             if last is None or not filecmp.cmp(last, made, shallow=False):
-                raise _conflict(lock.name)
+                raise conflict(lock.name)
             self._give_back(place, lock)  # the repeat of a write that was carried out
             return _generation(last)
         number = 1 + (0 if last is None else _number(last))
@@ -183,12 +183,12 @@ class FolderStore(SharedStore):
         try:
             os.link(made, version)
         except FileExistsError:
-            raise _conflict(lock.name) from None
+            raise conflict(lock.name) from None
         self._sync_folder(place)
         if self._last_file(place) != version:
             with suppress(OSError):
                 version.unlink()
-            raise _conflict(lock.name)
+            raise conflict(lock.name)
         self._note_lifetime(place, ttl)
         generation = _generation(version)
         self._remove_before(place, version)
@@ -201,24 +201,24 @@ class FolderStore(SharedStore):
         try:
             self._add_removal(place, lock, base)
         except FileNotFoundError:  # another server has replaced or removed the version meanwhile
-            raise _conflict(lock.name) from None
+            raise conflict(lock.name) from None
         self._give_back(place, lock)
 
     def _add_removal(self, place: Path, lock: Lock, base: str) -> None:
         """Make an empty file the next version, if the lock and the base are what they were."""
         held, last = _read_text(place / "lock"), self._last_file(place)
         if held not in ("", lock.token):
-            raise _conflict(lock.name)
+            raise conflict(lock.name)
         if last is not None and last.stat().st_size:
             if _generation(last) != base and not self._is_over(place, last):
-                raise _conflict(lock.name)
+                raise conflict(lock.name)
             made = place / f".{lock.token}.writing"
             self._write_new(made, b"")
             version = place / f"{_number(last) + 1:012d}{SUFFIX}"
             try:
                 os.link(made, version)
             except FileExistsError:
-                raise _conflict(lock.name) from None
+                raise conflict(lock.name) from None
             finally:
                 made.unlink()
             self._sync_folder(place)
@@ -276,16 +276,10 @@ class FolderStore(SharedStore):
             if held == lock.token:
                 return
             if age <= LEASE_SECONDS:
-                raise StateBusy(
-                    f"state {lock.name.id!r} is being replaced by another request",
-                    retry_after=LEASE_SECONDS - age,
-                )
+                raise busy(lock.name.id, LEASE_SECONDS - age)
             mine.rename(path)
             if _read_text(path) != lock.token:  # another server has done the same
-                raise StateBusy(
-                    f"state {lock.name.id!r} is being replaced by another request",
-                    retry_after=LEASE_SECONDS,
-                )
+                raise busy(lock.name.id, LEASE_SECONDS)
         finally:
             with suppress(OSError):
                 mine.unlink()
@@ -468,9 +462,3 @@ def _read_lock(path: Path, mine: Path) -> tuple[str, float]:
     except FileNotFoundError:  # given back just now; the next try will find it free
         return "", 0.0
     return held, mine.stat().st_mtime - status.st_mtime
-
-
-def _conflict(name: StateName) -> StateConflict:
-    return StateConflict(
-        f"state {name.id!r} was not stored: another server has continued it in the meantime"
-    )

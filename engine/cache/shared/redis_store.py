@@ -45,12 +45,12 @@ from engine.cache.shared.store import (
     Opened,
     SharedStore,
     StateName,
+    busy,
+    conflict,
 )
 from engine.errors import (
     ConfigError,
     EngineError,
-    StateBusy,
-    StateConflict,
     StateNotStored,
     StateQuota,
     StoreUnavailable,
@@ -120,9 +120,7 @@ class RedisStore(SharedStore):
             answer = self._run(OPEN.call([key, f"{key}:lock"], arguments))
             if answer[0]:
                 rest = max(int(answer[1]), 0) / 1000
-                raise StateBusy(
-                    f"state {name.id!r} is being replaced by another request", retry_after=rest
-                )
+                raise busy(name.id, rest)
             generation, chunks = _generation(answer[1]), int(answer[2])
             if lock is not None and generation == ABSENT and most is not None:
                 self._count(lock, most)
@@ -179,13 +177,13 @@ class RedisStore(SharedStore):
         if not int(written):
             for i in range(len(parts)):
                 self._redis.unlink(f"{key}:{generation}:{i + 1}")
-            raise _conflict(lock.name)
+            raise conflict(lock.name)
         return generation
 
     @_asks_server
     def remove(self, lock: Lock, base: str) -> None:
         if not int(self._run(REMOVE.call(self._state_and_lock(lock.name), [lock.token, base]))):
-            raise _conflict(lock.name)
+            raise conflict(lock.name)
         self._take_out(lock.name.owner, [lock.name.id])
 
     @_asks_server
@@ -327,12 +325,6 @@ def _of_one(answer: dict[str, Any]) -> dict[str, Any]:
     if values and all(isinstance(value, dict) for value in values):
         return dict(values[0])
     return answer
-
-
-def _conflict(name: StateName) -> StateConflict:
-    return StateConflict(
-        f"state {name.id!r} was not stored: another server has continued it in the meantime"
-    )
 
 
 def _is_full(error: Exception) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.errors import StateMalformed
+from engine.errors import StateBusy, StateConflict, StateMalformed
 from engine.protocol.placement import digest_of
 from engine.safetensors_container import parse_header
 
@@ -103,6 +103,18 @@ class Listed:
     id: str
     entry: Entry
     expires: float  # seconds since the epoch
+
+
+def conflict(name: StateName) -> StateConflict:
+    """Return the error of a server that has lost its lock, or whose version was replaced."""
+    return StateConflict(
+        f"state {name.id!r} was not changed: another server has continued it in the meantime"
+    )
+
+
+def busy(id: str, rest: float | None = None) -> StateBusy:
+    """Return the error for a state whose lock is held; `rest`: seconds until the lock may end."""
+    return StateBusy(f"state {id!r} is being replaced by another request", retry_after=rest)
 
 
 class SharedStore(ABC):
