@@ -261,7 +261,8 @@ class NamedStates:
                 (without a file store at once); with StepFailed if the state was lost.
             must_last: if the file cannot be written, call `then` with StateNotStored instead and
                 leave the name as it was.
-            wait: False: call `then` at once, unless other engines use the folder.
+            wait: False: call `then` at once, unless other engines use the folder; in a shared store
+                the state is then never written.
             key, due: the Waiter's, for `stop_waiting`.
         """
         now, ttl = self._clock(), self._config.ttl if ttl is None else ttl
@@ -275,14 +276,12 @@ class NamedStates:
                 self._delete_file(store, named.key)
             then(self.info(named))
             return
-        if not wait and store.shared:  # nobody else will use it
-            named.brief = True
+        if not wait and (store.shared or store.alone):
+            named.brief = store.shared  # nobody else will use it
             self._place(pending)
             then(self.info(named))
-            return
-        if not wait and store.alone:
-            self._place(pending)
-            then(self.info(named))
+            if named.brief:
+                return
         else:
             self.waiters.add(pending)
         self._export(pending, store)
