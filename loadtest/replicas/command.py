@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadtest.extra import exit_without
 from loadtest.replicas import __doc__ as doc
 from loadtest.report import command_line, median, print_environment, print_table, save_json
+
+if TYPE_CHECKING:
+    from loadtest.replicas.pinning import Cores
 
 MODEL = "shakespeare-mingru"
 
@@ -33,6 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pause", type=float, default=5.0, help="seconds between two faults")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="for proxies")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument(
+        "--clients", type=int, default=1, help="client processes (default: 1, or one a server)"
+    )
+    parser.add_argument(
+        "--pin", action="store_true", help="servers, proxies and clients on cores of their own"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
@@ -109,32 +121,69 @@ def _in_parts(
 
 
 def _proxies(store: str, args: Namespace) -> dict[str, Any]:
+    from loadtest.replicas import pinning, proxies
     from loadtest.replicas.cluster import Cluster
-    from loadtest.replicas.proxies import measure
     from loadtest.served import free_port
-    from loadtest.subject import Subject
 
+    cores = pinning.apart() if args.pin else pinning.shared()
     found: dict[str, dict[str, float]] = {}
-    with Subject(model=args.model, device="cpu", threads=1, deterministic=True) as direct:
-        asyncio.run(direct.started())
-        found["direct, 1 server"] = measure(direct.url, args.seconds)
+
+    def measure(name: str, count: int, urls: Sequence[str]) -> None:
+        if args.pin:
+            pinning.pin_parts(cores)
+        found[f"{name}, {count}"] = proxies.measure(
+            urls, args.seconds, proxies.USERS * count, args.clients, cores.clients
+        )
+
     for count in args.replicas:
+        with ExitStack() as stack:
+            urls = _servers(stack, args.model, count, cores)
+            measure("direct", count, urls)
+            if proxies.router_is_there():
+                measure(proxies.ROUTER, count, [stack.enter_context(proxies.router(urls))])
+            else:
+                print(f"{proxies.ROUTER}: not measured, it is not installed")
         for name, options in (("HAProxy", ()), ("Python proxy", ("--python-proxy",))):
             with Cluster(free_port(), store, args.model, count, *options) as cluster:
-                found[f"{name}, {count} replicas"] = measure(cluster.url, args.seconds)
-    base = found["direct, 1 server"]
-    rows = [
-        [
-            name,
-            f"{one['requests_per_second']:,.0f}",
-            f"{one['requests_per_second'] / base['requests_per_second']:.0%}",
-            f"{one['tokens_per_second']:,.0f}",
-            f"{one['tokens_per_second'] / base['tokens_per_second']:.0%}",
-            f"{one['ttft_p50_ms']:.1f}",
-            f"{one['errors']:.0f}",
-        ]
-        for name, one in found.items()
-    ]
-    columns = ["way", "requests/s", "of direct", "tokens/s", "of direct", "ttft p50 ms", "errors"]
-    print_table("through Ray's proxies", columns, rows)
+                measure(name, count, [cluster.url])
+    rows = []
+    for name, one in found.items():
+        base = found[f"direct, {name.split(', ')[1]}"]
+        rows.append(
+            [
+                name,
+                f"{one['requests_per_second']:,.0f}",
+                f"{one['requests_per_second'] / base['requests_per_second']:.0%}",
+                f"{one['tokens_per_second']:,.0f}",
+                f"{one['tokens_per_second'] / base['tokens_per_second']:.0%}",
+                f"{one['ttft_p50_ms']:.1f}",
+                f"{one['errors']:.0f}",
+            ]
+        )
+    columns = [
+        "way, replicas", "requests/s", "of direct", "tokens/s", "of direct", "ttft p50 ms",
+        "errors",
+    ]  # fmt: skip
+    print_table("through proxies", columns, rows)
     return {"proxies": found}
+
+
+def _servers(stack: ExitStack, model: str, count: int, cores: Cores) -> list[str]:
+    """Start servers of one model without a store, and return their URLs."""
+    from loadtest.subject import Subject
+
+    servers = [
+        stack.enter_context(
+            Subject(
+                before=partial(os.sched_setaffinity, 0, cores.servers),
+                model=model,
+                device="cpu",
+                threads=1,
+                deterministic=True,
+            )
+        )
+        for _ in range(count)
+    ]
+    for server in servers:
+        asyncio.run(server.started())
+    return [server.url for server in servers]

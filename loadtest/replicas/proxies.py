@@ -1,42 +1,88 @@
-"""Requests and tokens per second of one model, directly and through each of Ray's proxies."""
+"""Requests and tokens per second of one model, directly and through each proxy."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-USERS = 16
+from loadtest.served import free_port
+
+USERS = 16  # of each replica
 SHORT = ("--output-length", "1", "--no-stream")  # a request is all there is
 LONG = ("--output-length", "64")  # a stream of tokens
+ROUTER = "vllm-router"
+START_SECONDS = 60.0
 
 
-def measure(url: str, seconds: float) -> dict[str, float]:
-    """Return requests/s of short answers and tokens/s of streams, by `minserve bench`."""
-    short, long = _bench(url, seconds, *SHORT), _bench(url, seconds, *LONG)
+def measure(
+    urls: Sequence[str], seconds: float, users: int, clients: int, cores: Collection[int]
+) -> dict[str, float]:
+    """Return requests/s of short answers and tokens/s of streams, by `minserve bench`.
+
+    Args:
+        urls: of servers or of a proxy; the client processes take them in turns.
+        seconds: of each of the two measurements.
+        users: connections that ask at a time, shared evenly by the client processes.
+        clients: client processes, at least one for every URL.
+        cores: that they may use.
+    """
+    clients = max(clients, len(urls))
+    each = max(1, users // clients)
+    short = _bench(urls, seconds, each, clients, cores, SHORT)
+    long = _bench(urls, seconds, each, clients, cores, LONG)
     return {
-        "requests_per_second": short["requests_per_second"],
-        "ttft_p50_ms": long["ttft_p50_ms"],
-        "tokens_per_second": long["tokens_per_second"],
-        "errors": short["errors"] + long["errors"],
+        "requests_per_second": sum(one["requests_per_second"] for one in short),
+        "ttft_p50_ms": sum(one["ttft_p50_ms"] for one in long) / clients,
+        "tokens_per_second": sum(one["tokens_per_second"] for one in long),
+        "errors": sum(one["errors"] for one in (*short, *long)),
     }
 
 
-def _bench(url: str, seconds: float, *options: str) -> dict[str, float]:
+def _bench(
+    urls: Sequence[str],
+    seconds: float,
+    users: int,
+    clients: int,
+    cores: Collection[int],
+    options: Sequence[str],
+) -> list[dict[str, float]]:
+    """Run the clients at the same time, and return what each has measured."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        command = [
-            sys.executable, "-m", "service.cli", "bench", "--url", url, "--arrivals", "closed",
-            "--max-concurrency", str(USERS), "--seconds", str(seconds), "--prompt-length", "16",
-            "--json", str(path), *options,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not path.exists():
-            raise RuntimeError(f"the load test failed: {done.stdout[-500:]}{done.stderr[-500:]}")
-        return read(json.loads(path.read_text()))
+        paths = [Path(folder) / f"{number}.json" for number in range(clients)]
+        running = []
+        for number, path in enumerate(paths):
+            command = [
+                sys.executable, "-m", "service.cli", "bench", "--url", urls[number % len(urls)],
+                "--arrivals", "closed", "--max-concurrency", str(users), "--seconds",
+                str(seconds), "--prompt-length", "16", "--seed", str(number), "--json", str(path),
+                *options,
+            ]  # fmt: skip
+            running.append(
+                subprocess.Popen(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    preexec_fn=partial(os.sched_setaffinity, 0, cores),
+                )
+            )
+        told = [process.communicate()[0] for process in running]
+        for path, text in zip(paths, told, strict=True):
+            if not path.exists():
+                raise RuntimeError(f"the load test failed: {text[-1000:]}")
+        return [read(json.loads(path.read_text())) for path in paths]
 
 
 def read(summary: dict[str, Any]) -> dict[str, float]:
@@ -48,3 +94,41 @@ def read(summary: dict[str, Any]) -> dict[str, float]:
         "ttft_p50_ms": summary["latency_ms"].get("ttft", {}).get("p50", float("nan")),
         "errors": sum(count for name, count in outcomes.items() if name != "ok"),
     }
+
+
+def router_is_there() -> bool:
+    """Return whether the program `vllm-router` is installed."""
+    return shutil.which(ROUTER) is not None
+
+
+@contextmanager
+def router(urls: Sequence[str]) -> Iterator[str]:
+    """Yield the URL of a vllm-router in front of these servers, as our recipe starts it.
+
+    Raises RuntimeError if it does not become ready.
+    """
+    port = free_port()
+    command = [
+        ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
+        str(free_port()), "--policy", "consistent_hash", "--worker-urls", *urls,
+        "--health-check-endpoint", "/ready", "--health-check-interval-secs", "1",
+        "--worker-startup-check-interval", "1", "--disable-retries", "--log-level", "warning",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+        try:
+            while not _answers(f"{url}/readiness"):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"{ROUTER} did not become ready")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
