@@ -120,7 +120,8 @@ PARSED = [one for one in commands() if one.rule.how in ("options", "whole")]
 @pytest.mark.parametrize("command", PARSED, ids=lambda one: f"{one.page}:{one.line}")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a module that is imported and run
 def test_options_are_taken(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = shlex.split(command.text.replace("\\\n", " "), comments=True)
+    text = command.text.replace("\\\n", " ").removesuffix(" &")  # in the background
+    words = shlex.split(text, comments=True)
     if words[0] == "minserve":
         parse_command(words[1:])
         return
