@@ -31,7 +31,7 @@ Inputs = Callable[[ScanShape, torch.dtype, torch.device], tuple[Tensor, Tensor]]
 
 OURS = Peer("minserve linear_scan", lambda: linear_scan, cuda_only=False)
 #: Seconds for the runs of one row; torch's scans are slow, and there are many rows.
-BUDGET = 0.5
+BUDGET = 0.2
 SIGNED = "signed"
 
 
