@@ -163,7 +163,7 @@ def _textbook(name: str, scan: Scan, work: Callable[[int], Work]) -> Peer:
 
 
 def _heinsen(name: str, scan: Scan, work: Callable[[int], Work], *, positive: bool) -> Peer:
-    """Time contiguous: torch's prefix sums over the last dimension alone are parallel over it."""
+    """Time contiguous: on a GPU torch's prefix sums are parallel over the last dimension alone."""
     return Peer(
         name,
         lambda: scan,
