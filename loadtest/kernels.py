@@ -6,6 +6,7 @@
     python -m loadtest.kernels --cases draws --shapes 1024x32000   # rows x vocabulary
     python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; Hopper only
     python -m loadtest.kernels --cases selective --shapes 1x16384x4096 64x4096
+    python -m loadtest.kernels --cases scans --shapes 1x5000x1024  # the textbook's
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
@@ -18,7 +19,13 @@ row that cannot run says why and ends nothing else.
 
 The error is against a float64 recurrence from the same inputs, over all tokens of 16 channels: the
 relative 2-norm, of everything or of the last 1,024 tokens, whichever is larger. For draws and heads
-it is the share of tokens that differ from the reference's.
+it is the share of tokens that differ from the reference's. "Largest error" (case scans) is the
+largest difference over the standard deviation of the exact result.
+
+The case scans counts the work of one channel of one sequence: multiply-adds (a product with its
+sum; complex numbers count as two), exponentials and logarithms, and numbers read from or written to
+memory, each for one token (at least 1, 0 and 3); kernels; and the depth: operations that each wait
+for the one before.
 """
 
 from __future__ import annotations
@@ -40,6 +47,7 @@ from loadtest.operators.fused_cpu import measure_fused_cpu
 from loadtest.operators.heads import measure_heads
 from loadtest.operators.limits import Limits
 from loadtest.operators.linear import measure_backward, measure_linear
+from loadtest.operators.references import measure_references
 from loadtest.operators.rows import Row, print_rows
 from loadtest.operators.selective import measure_selective
 from loadtest.operators.shapes import Selection, select
@@ -63,6 +71,7 @@ TITLES = {
     "ssd": "Mamba-2's recurrence, beside its bytes",
     "draws": "draws, a token for each row of logits",
     "heads": "heads of greedy steps with 32,000 tokens, their draws included",
+    "scans": "linear_scan beside the textbook's scans, each with its work",
     "peers": "linear recurrences by others at the same shapes",
 }
 
@@ -150,6 +159,7 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         ),
         "draws": lambda: measure_draws(shapes.draws, limits),
         "heads": lambda: measure_heads(shapes.heads, limits),
+        "scans": lambda: measure_references(shapes.reference_scans, dtypes, limits),
         "peers": lambda: measure_peers(shapes.scans, dtypes, limits),
     }
     data: dict[str, Any] = {

@@ -66,6 +66,11 @@ def unpack(x: Tensor, shape: ScanShape) -> Tensor:
     return padded
 
 
+def largest_error(found: Tensor, exact: Tensor) -> float:
+    """Return the largest difference over the standard deviation of `exact`; NaN if any is."""
+    return float((found.double() - exact).abs().max() / exact.std())
+
+
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Return the relative 2-norm of found - exact for [batch, time, channels].
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loadtest.peers.textbook.work import Work
 from loadtest.report import print_table
 from loadtest.timing import Timing, release_memory
 
@@ -44,6 +45,10 @@ class Row:
     arithmetic: float | None = None  # ideal bytes per second on data that stays in cache
     special_seconds: float | None = None  # of the special-function units, with all of them busy
     times: dict[str, float] = field(default_factory=dict)  # peer -> its time over ours
+    inputs: str = ""  # what is special about them
+    largest_error: float | None = None  # over the standard deviation of the exact result
+    tokens: int = 0  # of a sequence, where `work` is known
+    work: Work | None = None  # what one channel of one sequence takes
     note: str = ""
 
     @property
@@ -123,6 +128,7 @@ def print_rows(title: str, rows: list[Row]) -> None:
         "shape": [row.shape for row in rows],
         "dtype": [row.dtype for row in rows],
         "contiguous": [row.layout for row in rows],
+        "inputs": [row.inputs for row in rows],
         "operator": [row.operator for row in rows],
         "MB": [
             f"{row.bytes / 1e6:,.3g}" if row.bytes < 1e8 else f"{row.bytes / 1e6:,.0f}"
@@ -145,6 +151,8 @@ def print_rows(title: str, rows: list[Row]) -> None:
     for peer in dict.fromkeys(peer for row in rows for peer in row.times):
         columns[f"{peer} / ours"] = [_number(row.times.get(peer), ".1f") for row in rows]
     columns["error"] = [_number(row.error, ".1e") for row in rows]
+    columns["largest error"] = [_number(row.largest_error, ".1e") for row in rows]
+    columns |= _work_columns(rows)
     columns["bar"] = [_bar_text(row.bar) for row in rows]
     columns["result"] = [row.verdict for row in rows]
     columns["remarks"] = [row.remarks() for row in rows]
@@ -152,6 +160,18 @@ def print_rows(title: str, rows: list[Row]) -> None:
         del columns["contiguous"]
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     print_table(title, list(columns), list(zip(*columns.values(), strict=True)))
+
+
+def _work_columns(rows: list[Row]) -> dict[str, list[str]]:
+    """Return the columns of what is known of the work: for a token, then kernels and depth."""
+    names = {"multiply_adds": "multiply-adds", "functions": "exp, log", "accesses": "accesses"}
+    columns = {
+        title: [f"{getattr(row.work, name) / row.tokens:.1f}" if row.work else "" for row in rows]
+        for name, title in names.items()
+    }
+    for name in ("kernels", "depth"):
+        columns[name] = [f"{getattr(row.work, name):,}" if row.work else "" for row in rows]
+    return columns
 
 
 def _bar_text(bar: Bar | None) -> str:

@@ -34,6 +34,9 @@ STEP_BATCHES = [1, 16, 64, 256, 1024, 4096]
 STEP_WIDTHS = [768, 2048, 8192]
 CPU_STEP_BATCHES = [1, 64, 1024]
 CPU_STEP_WIDTHS = [768, 2048]
+# Of the textbook's scans; the first one also with inputs that are hard for some of them.
+CUDA_REFERENCE = [f"{n}x{time}x1024" for time in (4096, 512, 5000, 65536) for n in (1, 64)]
+CPU_REFERENCE = ["1x4096x64", "1x512x512", "64x512x16", "1x5000x64", "1x65536x8"]
 DRAWS = ["1x32000", "16x32000", "64x32000", "256x32000", "1024x32000", "4096x32000"]
 DRAWS += ["1024x128256", "1024x66"]
 HEADS = [f"{rows}x{width}" for width in (768, 2048) for rows in (64, 128, 256, 512, 1024, 4096)]
@@ -109,10 +112,12 @@ class Selection:
     """The shapes to measure, by kind of operator.
 
     Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
-    heads are rows x width. `selective_` shapes are those of Mamba's scans and steps.
+    heads are rows x width. `reference_` shapes are those beside the textbook's scans, `selective_`
+    those of Mamba's scans and steps.
     """
 
     scans: tuple[ScanShape, ...]
+    reference_scans: tuple[ScanShape, ...]
     time_scans: tuple[ScanShape, ...]
     steps: tuple[tuple[int, int], ...]
     draws: tuple[tuple[int, int], ...]
@@ -132,13 +137,14 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
             batches, widths = CPU_STEP_BATCHES, CPU_STEP_WIDTHS
         step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
         draw_labels = DRAWS if device.type == "cuda" else CPU_DRAWS
+        reference_labels = CUDA_REFERENCE if device.type == "cuda" else CPU_REFERENCE
         selective_labels = SELECTIVE if device.type == "cuda" else CPU_SELECTIVE
         head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
         labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
-        draw_labels = head_labels = selective_labels = labels
+        draw_labels = head_labels = reference_labels = selective_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
@@ -148,6 +154,7 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
             )
     return Selection(
         tuple(scan for _, scan, _ in scans if scan is not None),
+        tuple(shape for shape in map(parse_scan, reference_labels) if shape is not None),
         tuple(scan for scan in map(parse_scan, time_labels) if scan is not None),
         tuple(step for _, _, step in scans if step is not None),
         tuple(shape for shape in map(parse_step, draw_labels) if shape is not None),

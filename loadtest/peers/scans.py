@@ -7,6 +7,7 @@ Linear recurrences, for [batch, time, channels] tensors on one device:
 - torch's `associative_scan`, compiled anew for each shape (CUDA).
 - flash-linear-attention's `chunk_hgrn`, where the package is installed (CUDA).
 - accelerated-scan's CUDA and Triton kernels, where installed (CUDA); time contiguous.
+- REFERENCES: the textbook's scans in plain torch, and two Triton kernels beside them.
 
 Each gets its inputs in the form and layout that it wants, made outside the timing. For the CPU's
 fused scans: the gates by torch operators and then the log-space scan, or a loop of steps.
@@ -17,10 +18,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from loadtest.peers import linrec
+from loadtest.peers.textbook import brent_kung, chunked, heinsen, kogge_stone, sequential
+from loadtest.peers.textbook.work import Work
 
 Scan = Callable[[Tensor, Tensor], Tensor]
 Shape = tuple[int, int, int]  # batch, time, channels
@@ -43,11 +49,12 @@ def _never(shape: Shape) -> str | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A scan of another project.
+    """Another scan.
 
     `make` builds it (ImportError if it is not installed), `prepare` turns a and b into its inputs,
     `finish` turns its result into [batch, time, channels], and `refuses` says why a shape is not
-    tried.
+    tried. `layout` says which dimension of its inputs is contiguous, and `work` counts what it does
+    for a number of tokens, where that is known.
     """
 
     name: str
@@ -57,12 +64,9 @@ class Peer:
     refuses: Callable[[Shape], str | None] = _never
     recurrence: bool = True  # False: the result is not the scan's, and no error is taken
     cuda_only: bool = True
-
-
-def heinsen(a: Tensor, b: Tensor) -> Tensor:
-    """Return the log-space scan, with the logarithms of its inputs."""
-    a_star = a.log().cumsum(dim=1)
-    return (a_star + (b.log() - a_star).logcumsumexp(dim=1)).exp()
+    positive: bool = False  # whether it takes positive a and b only
+    layout: str = "channels"
+    work: Callable[[int], Work] | None = None
 
 
 def _associative_scan() -> Scan:
@@ -91,12 +95,19 @@ def _chunk_hgrn() -> Scan:
     return scan
 
 
-def _accelerated(module: str) -> Callable[[], Scan]:
-    def make() -> Scan:
-        scan: Scan = importlib.import_module(f"accelerated_scan.{module}").scan
-        return scan
+def _accelerated_warp() -> Scan:
+    scan: Scan = importlib.import_module("accelerated_scan.warp").scan
+    return scan
 
-    return make
+
+def _accelerated_triton() -> Scan:
+    try:  # since 0.3 under this name, and for any length
+        scan: Scan = importlib.import_module("accelerated_scan.scalar").scan
+    except ModuleNotFoundError as missing:
+        if missing.name != "accelerated_scan.scalar":
+            raise
+        scan = importlib.import_module("accelerated_scan.triton").scan
+    return scan
 
 
 def _log_first(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,31 +132,84 @@ def _power_of_two(shape: Shape) -> str | None:
     return _too_long(shape)
 
 
+ACCELERATED_TRITON = Peer(
+    "accelerated-scan triton",
+    _accelerated_triton,
+    prepare=_time_contiguous,
+    finish=_transposed,
+    refuses=_too_long,
+    layout="time",
+)
+
 PEERS = [
     Peer("torch.add", lambda: torch.add, recurrence=False, cuda_only=False),
-    Peer("Heinsen log-space", lambda: heinsen, refuses=_too_long, cuda_only=False),
+    Peer("Heinsen log-space", lambda: heinsen.positive, refuses=_too_long, cuda_only=False),
     Peer("torch associative_scan", _associative_scan, refuses=_too_long),
     Peer("fla chunk_hgrn", _chunk_hgrn, prepare=_log_first),
     Peer(
         "accelerated-scan warp",
-        _accelerated("warp"),
+        _accelerated_warp,
         prepare=_time_contiguous,
         finish=_transposed,
         refuses=_power_of_two,
+        layout="time",
     ),
-    Peer(
-        "accelerated-scan triton",
-        _accelerated("triton"),
+    ACCELERATED_TRITON,
+]
+
+
+def _textbook(name: str, scan: Scan, work: Callable[[int], Work]) -> Peer:
+    return Peer(name, lambda: scan, refuses=_too_long, cuda_only=False, work=work)
+
+
+def _heinsen(name: str, scan: Scan, work: Callable[[int], Work], *, positive: bool) -> Peer:
+    """Time contiguous: on a GPU torch's prefix sums are parallel over the last dimension alone."""
+    return Peer(
+        name,
+        lambda: scan,
         prepare=_time_contiguous,
         finish=_transposed,
-        refuses=_power_of_two,
+        refuses=_too_long,
+        cuda_only=False,
+        positive=positive,
+        layout="time",
+        work=work,
+    )
+
+
+REFERENCES = [
+    _textbook("sequential", sequential.scan, sequential.work),
+    _textbook("chunked", chunked.scan, chunked.work),
+    _textbook("Kogge-Stone", kogge_stone.scan, kogge_stone.work),
+    _textbook("Brent-Kung", brent_kung.scan, brent_kung.work),
+    _heinsen(
+        "Heinsen, positive",
+        partial(heinsen.positive, dim=-1),
+        heinsen.positive_work,
+        positive=True,
+    ),
+    _heinsen(
+        "Heinsen, complex",
+        partial(heinsen.general, dim=-1),
+        heinsen.general_work,
+        positive=False,
+    ),
+    ACCELERATED_TRITON,
+    Peer(
+        "linrec triton",
+        linrec.triton_scan,
+        prepare=_time_contiguous,
+        finish=_transposed,
+        refuses=_too_long,
+        layout="time",
     ),
 ]
 
 
-def available(device: torch.device) -> list[Peer]:
-    """Return the peers that `device` could run, installed or not."""
-    return [peer for peer in PEERS if device.type == "cuda" or not peer.cuda_only]
+def available(device: torch.device, peers: list[Peer] | None = None) -> list[Peer]:
+    """Return those of `peers` (PEERS) that `device` could run, installed or not."""
+    peers = PEERS if peers is None else peers
+    return [peer for peer in peers if device.type == "cuda" or not peer.cuda_only]
 
 
 Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -153,7 +217,7 @@ Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def fused_log_space(pre: Tensor, coefficients: Coefficients) -> Tensor:
     """Run a gated layer in log space, float32: [batch, time, gates * channels] -> h."""
-    return heinsen(*coefficients(pre.float())).to(pre.dtype)
+    return heinsen.positive(*coefficients(pre.float())).to(pre.dtype)
 
 
 def fused_loop(pre: Tensor, coefficients: Coefficients) -> Tensor:
