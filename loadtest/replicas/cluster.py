@@ -13,17 +13,22 @@ STOP_SECONDS = 120.0
 REPLICA, ENGINE, CONTROLLER = "ray::ServeReplica:minserve", "engine.worker", "ray::ServeController"
 
 
+def options(model: str, port: int, store: str) -> list[str]:
+    """Return the options of every measured `minserve cluster`."""
+    return [
+        "--model", model, "--device", "cpu", "--threads", "1", "--port", str(port),
+        "--deterministic", "--state-store", store,
+    ]  # fmt: skip
+
+
 class Cluster:
     """Replicas of one model behind a proxy; a context manager."""
 
-    def __init__(self, port: int, store: str, model: str, replicas: int, *options: str) -> None:
+    def __init__(self, port: int, store: str, model: str, replicas: int, *more: str) -> None:
         """Start it. Raises RuntimeError if it does not come up."""
         self.url = f"http://127.0.0.1:{port}"
         # A Ray that counts no CPUs for replicas places as many as it is told.
-        self._options = [
-            "--cpus", "0", "--model", model, "--device", "cpu", "--threads", "1", "--port",
-            str(port), "--deterministic", "--state-store", store, *options,
-        ]  # fmt: skip
+        self._options = ["--cpus", "0", *options(model, port, store), *more]
         self._lines: list[str] = []
         self._process = self._start(replicas)
         threading.Thread(target=self._read, daemon=True).start()

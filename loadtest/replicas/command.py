@@ -27,7 +27,7 @@ MODEL = "shakespeare-mingru"
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 if a turn was lost, doubled or wrong."""
     exit_without("httpx")
-    from loadtest.replicas.faults import FAULTS
+    from loadtest.replicas.faults import FAULTS, NODE_FAULTS
 
     parser = command_line("replicas", doc)
     parser.add_argument("what", choices=["faults", "proxies"])
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2000, help="turns of all sessions")
     parser.add_argument("--turns-each", type=int, default=10, help="turns of a session")
     parser.add_argument("--users", type=int, default=6, help="sessions that talk at a time")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=[*FAULTS, *NODE_FAULTS], default=FAULTS)
     parser.add_argument("--pause", type=float, default=5.0, help="seconds between two faults")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="for proxies")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with ExitStack() as stack:
             store = _store(stack)
-            found = _faults(store, args) if args.what == "faults" else _proxies(store, args)
+            found = _faults(store, stack, args) if args.what == "faults" else _proxies(store, args)
     except RuntimeError as error:
         parser.error(str(error))
     save_json(args.json, found)
@@ -67,9 +67,10 @@ def _store(stack: ExitStack) -> str:
     return stack.enter_context(RedisProcess(Path(folder))).url
 
 
-def _faults(store: str, args: Namespace) -> dict[str, Any]:
+def _faults(store: str, stack: ExitStack, args: Namespace) -> dict[str, Any]:
     from loadtest.replicas.cluster import Cluster
-    from loadtest.replicas.faults import Seen, Trouble, texts_of
+    from loadtest.replicas.faults import NODE_FAULTS, Seen, Trouble, texts_of
+    from loadtest.replicas.nodes import NodeCluster
     from loadtest.served import free_port
     from loadtest.subject import Subject
 
@@ -78,8 +79,14 @@ def _faults(store: str, args: Namespace) -> dict[str, Any]:
     with Subject(model=args.model, deterministic=True) as witness:
         asyncio.run(witness.started())
         expected = texts_of(witness.url, each)
-    with Cluster(free_port(), store, args.model, 2) as cluster:
-        trouble = Trouble(cluster, args.faults, args.pause, args.seed)
+    of_nodes = set(args.faults) & set(NODE_FAULTS)
+    started = (
+        NodeCluster(_store(stack), free_port(), store, args.model, 2)
+        if of_nodes
+        else Cluster(free_port(), store, args.model, 2)
+    )
+    with started as cluster:
+        trouble = Trouble(cluster, list(args.faults), args.pause, args.seed)
         users = [
             threading.Thread(
                 target=_in_parts,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtest.replicas.cluster import CONTROLLER, ENGINE, REPLICA, Cluster, pids
+from loadtest.replicas.nodes import NodeCluster
 from loadtest.with_httpx import httpx
 
 TOKENS = 4  # of an answer
@@ -21,6 +22,7 @@ ANSWER_SECONDS = 15.0  # a client gives an answer up after so long, and asks aga
 GIVE_UP_SECONDS = 300.0
 HELD_SECONDS = 30.0  # how long a stopped replica is stopped, unless Ray replaces it before
 FAULTS = ("replica", "engine", "controller", "hang", "scale")
+NODE_FAULTS = ("node", "head")  # of a cluster of several nodes
 
 
 @dataclass
@@ -130,7 +132,9 @@ def _check(client: httpx.Client, session: int, turns: int, seen: Seen) -> None:
 class Trouble(threading.Thread):
     """Faults, one after the other, each until its replica serves again."""
 
-    def __init__(self, cluster: Cluster, faults: list[str], pause: float, seed: int) -> None:
+    def __init__(
+        self, cluster: Cluster | NodeCluster, faults: list[str], pause: float, seed: int
+    ) -> None:
         super().__init__(daemon=True)
         self.seconds: dict[str, list[float]] = {name: [] for name in faults}
         self._cluster = cluster
@@ -144,6 +148,8 @@ class Trouble(threading.Thread):
             "controller": lambda: self._kill(CONTROLLER),
             "hang": self._hang,
             "scale": self._scale,
+            "node": self._lose_node,
+            "head": self._lose_head,
         }
 
     def run(self) -> None:
@@ -180,6 +186,30 @@ class Trouble(threading.Thread):
     def _scale(self) -> None:
         self._replicas = 3 if self._replicas == 2 else 2
         self._cluster.scale(self._replicas)
+
+    def _lose_node(self) -> None:
+        """End a node with its replica, and start another one, which Ray gives a replica."""
+        assert isinstance(self._cluster, NodeCluster)
+        nodes, before = self._cluster.nodes, pids(REPLICA)
+        nodes.workers.pop(self._draw.randrange(len(nodes.workers))).kill()
+        lost = [pid for pid in before if pid not in pids(REPLICA)]
+        nodes.add()
+        for pid in lost:
+            self._wait(REPLICA, pid, len(before))
+
+    def _lose_head(self) -> None:
+        """End the head and start it again, until the cluster answers."""
+        assert isinstance(self._cluster, NodeCluster)
+        self._cluster.nodes.kill_head()
+        self._cluster.nodes.start_head()
+        until = time.monotonic() + GIVE_UP_SECONDS
+        while time.monotonic() < until and not self._over.is_set():
+            try:
+                if httpx.get(f"{self._cluster.url}/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
 
     def _wait(self, what: str, victim: int, count: int, most: float = GIVE_UP_SECONDS) -> None:
         """Return when as many processes as before are there without the victim."""

@@ -10,6 +10,8 @@ from typing import Any
 from engine.errors import ConfigError
 from service.terminal import options as options
 
+EVERY_ADDRESS = "0.0.0.0"
+
 
 def cluster(
     replicas: options.Replicas = 2,
@@ -34,7 +36,8 @@ def cluster(
     Ray places the replicas, checks their health, starts another one where one fails, and scales
     them. With --state-store a session goes on at any of them. All other settings of `minserve
     serve` are variables here (MINSERVE_QUANTIZE for --quantize). Without --address the command
-    starts Ray on this machine and runs until SIGTERM or Ctrl-C.
+    starts Ray on this machine and runs until SIGTERM or Ctrl-C. With --address the default host is
+    0.0.0.0, because the proxies of several machines ask each other's replicas.
     """
     given = {
         name: value
@@ -59,6 +62,9 @@ def cluster(
         settings = Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         raise ConfigError(options.describe(error.errors()[0], given)) from error
+    if address is not None and "host" not in settings.model_fields_set:
+        # A node's proxy also sends requests to the replicas of other nodes, by their addresses.
+        settings = settings.model_copy(update={"host": EVERY_ADDRESS})
     scale = Scale(
         replicas=replicas, most=max_replicas, cpus=cpus, gpus=gpus, python_proxy=python_proxy
     )

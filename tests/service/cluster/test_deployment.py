@@ -13,6 +13,7 @@ from service import ray_app
 from service.cluster import deployment
 from service.cluster.deployment import Scale
 from service.settings import Settings
+from service.terminal import cluster
 from tests.cli.conftest import ROOT, environment
 
 
@@ -80,3 +81,23 @@ def test_proxies_go_by_the_header_that_names_sessions() -> None:
     variables = deployment.proxy_variables("x-conversation")
     assert variables["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].startswith("hdr(x-conversation)\n")
     assert variables["RAY_SERVE_SESSION_ID_HEADER_KEY"] == "x-conversation"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"address": "auto"}, "0.0.0.0"),
+        ({"address": "auto", "host": "10.0.0.1"}, "10.0.0.1"),
+        ({}, "127.0.0.1"),
+    ],
+)
+def test_proxies_of_several_machines_reach_every_replica(
+    options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Settings] = []
+    monkeypatch.setattr(deployment, "make_application", lambda settings, scale: None)
+    monkeypatch.setattr(cluster, "_run", lambda _, settings, address: seen.append(settings))
+    monkeypatch.setattr("service.settings.export", lambda variables: None)
+    monkeypatch.delenv("MINSERVE_HOST", raising=False)
+    cluster.cluster(**options)
+    assert [one.host for one in seen] == [told]
