@@ -146,7 +146,7 @@ class Family(ABC):
         """Return the config that a state dict shows, and where the model's tensors are.
 
         Args:
-            stored: the tensors, whose values are not looked at.
+            stored: the tensors.
             options: some of `state_dict_options`, which replace what names and shapes show.
 
         Raises:

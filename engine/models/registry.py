@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.config import OWN_MODEL_TYPE, ModelConfig
 from engine.errors import ConfigError
 from engine.models.family import Family
+from engine.models.gated_rnn.family import GruFamily, LstmFamily
 from engine.models.hgrn.family import HgrnFamily
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.family import MambaFamily
@@ -23,7 +24,14 @@ from engine.models.mamba2.family import Mamba2Family
 from engine.models.minrnn.family import MinRnnFamily
 
 DEFAULT = MinRnnFamily()
-FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily(), MambaFamily(), Mamba2Family())
+FAMILIES: tuple[Family, ...] = (
+    DEFAULT,
+    HgrnFamily(),
+    MambaFamily(),
+    Mamba2Family(),
+    GruFamily(),
+    LstmFamily(),
+)
 
 
 def family_named(name: object) -> Family:
