@@ -368,6 +368,7 @@ def convert(
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    family: options.ConvertedFamily = None,
     normalize_gates: options.NormalizeGates = None,
     norm_eps: options.NormEps = None,
     tokenizer: options.ConvertedTokenizer = None,
@@ -386,6 +387,7 @@ def convert(
     config = run(
         source,
         destination,
+        family=family,
         dtype=dtype,
         normalize_gates=normalize_gates,
         norm_eps=norm_eps,

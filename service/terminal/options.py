@@ -495,6 +495,13 @@ Resume = Annotated[bool, Option("--resume", help="Continue the run in --out.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out.")]
 
 # convert
+ConvertedFamily = Annotated[
+    str | None,
+    Option(
+        help="Family of a state dict's model [the one that its tensors' names show].",
+        metavar="NAME",
+    ),
+]
 NormalizeGates = Annotated[
     bool | None,
     Option(help="Whether a minLSTM normalises its gates; the weights do not tell."),

@@ -233,6 +233,12 @@ def _eager(
 
     Raises ConfigError if it must be deterministic.
     """
+    if deterministic and model.config.cell not in cpu.SUPPORT.cells:
+        raise ConfigError(
+            f"deterministic is not possible for this model: {reason}; allowed: false, or a model "
+            f"of another cell ({', '.join(cpu.SUPPORT.cells)})",
+            param="deterministic",
+        )
     if deterministic:
         raise ConfigError(
             f"deterministic is not possible for this model and device: {reason}; allowed: "
