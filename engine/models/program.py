@@ -148,6 +148,35 @@ class GatedRecurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm of the value, with weight and bias: [tokens, width] -> [tokens, width]."""
+
+    module: nn.LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class SruRecurrence:
+    """SRU over time: u0 | u1 | u2 (| u3) [tokens, 3 or 4 * channels] -> h [tokens, channels].
+
+    Args:
+        weight_c: what the gates see of the state, forget | reset [2 * channels]; None: nothing.
+        bias: of the gates, likewise.
+        state: name of the state tensor [channels] with c.
+        highway: whether the highway's input is the layers' stream x, times `scale_x`; false: it is
+            u3, or there is none.
+        scale_x: factor of x.
+        tanh: whether the output is of tanh(c), not of c.
+    """
+
+    weight_c: nn.Parameter | None = field(compare=False)
+    bias: nn.Parameter = field(compare=False)
+    state: str
+    highway: bool
+    scale_x: float
+    tanh: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm:
     """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
@@ -179,6 +208,8 @@ Stage = (
     | SelectiveRecurrence
     | SsdRecurrence
     | GatedRecurrence
+    | SruRecurrence
+    | LayerNorm
     | GatedNorm
     | Elementwise
     | Residual
