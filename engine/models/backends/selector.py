@@ -233,10 +233,11 @@ def _eager(
 
     Raises ConfigError if it must be deterministic.
     """
-    if deterministic and model.config.cell not in cpu.SUPPORT.cells:
+    cells = cpu.SUPPORT.cells
+    if deterministic and model.config.cell not in cells:
         raise ConfigError(
-            f"deterministic is not possible for this model: {reason}; allowed: false, or a model "
-            f"of another cell ({', '.join(cpu.SUPPORT.cells)})",
+            f"deterministic is not possible for the cell {model.config.cell!r}, which no backend "
+            f"computes in a fixed order; allowed: false, or a model of {', '.join(cells)}",
             param="deterministic",
         )
     if deterministic:
