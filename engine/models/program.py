@@ -65,6 +65,8 @@ class Recurrence:
         normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
         lower_bound: HGRN: the least forget gate of every channel, fp32 [channels], computed from
             the weights as they were when the program was made; None: 0.
+        vectors: SRU: what the gates see of the state and their biases, v_f | v_r | b_f | b_r, fp32
+            [4 * channels], as they were when the program was made.
     """
 
     cell: str
@@ -72,6 +74,7 @@ class Recurrence:
     linear_candidate: bool = False
     normalize_gates: bool = True
     lower_bound: Tensor | None = field(default=None, compare=False)
+    vectors: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ class SruRecurrence:
     """SRU over time: u0 | u1 | u2 (| u3) [tokens, 3 or 4 * channels] -> h [tokens, channels].
 
     Args:
-        weight_c: what the gates see of the state, forget | reset [2 * channels]; None: nothing.
+        weight_c: what the gates see of the state, forget | reset, fp32 [2 * channels], computed
+            from the weights as they were when the program was made; None: nothing.
         bias: of the gates, likewise.
         state: name of the state tensor [channels] with c.
         highway: whether the highway's input is the layers' stream x, times `scale_x`; false: it is
@@ -168,8 +172,8 @@ class SruRecurrence:
         tanh: whether the output is of tanh(c), not of c.
     """
 
-    weight_c: nn.Parameter | None = field(compare=False)
-    bias: nn.Parameter = field(compare=False)
+    weight_c: Tensor | None = field(compare=False)
+    bias: Tensor = field(compare=False)
     state: str
     highway: bool
     scale_x: float

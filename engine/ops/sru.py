@@ -74,9 +74,7 @@ def sru_scan(
         h, new = _scan(u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh)
         state.copy_(new)
         return h
-    h = torch.ops.minserve.sru_scan(
-        u, x, weight_c, bias, scale_x, tanh, cu_seqlens, state, slots
-    )
+    h = torch.ops.minserve.sru_scan(u, x, weight_c, bias, scale_x, tanh, cu_seqlens, state, slots)
     return h
 
 
@@ -320,9 +318,7 @@ def _register() -> None:
     torch.library.register_fake("minserve::sru_step", fake)
     torch.library.register_fake("minserve::sru_scan_train", fake_train)
     torch.library.register_fake("minserve::sru_scan_train_backward", fake_backward)
-    torch.library.register_autograd(
-        "minserve::sru_scan_train", backward, setup_context=setup
-    )
+    torch.library.register_autograd("minserve::sru_scan_train", backward, setup_context=setup)
 
 
 if _IN_LIBRARY:

@@ -57,9 +57,7 @@ def is_sru(stored: Mapping[str, tuple[int, ...]]) -> bool:
     return any(_LAYER.fullmatch(name) is not None for name in stored)
 
 
-def layout(
-    stored: Mapping[str, Tensor], options: Mapping[str, Any]
-) -> tuple[SruConfig, WeightMap]:
+def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[SruConfig, WeightMap]:
     """Return the config that names, shapes and options show, and where the model's tensors are.
 
     The head is tied if it is absent, or if its values are the embedding's. The gates do not see the
@@ -82,9 +80,7 @@ def layout(
     if first:
         tensors["layers.0.input_to_hidden.weight"] = (source.take(into, hidden, width),)
     widths = [hidden if index or first else width for index in range(len(layers))]
-    parts = [
-        source.parts(layer["weight"], hidden) for layer in layers
-    ]
+    parts = [source.parts(layer["weight"], hidden) for layer in layers]
     skip = _skip_term(layers, widths, parts, hidden, options)
     inner = [source.projection(layer, inputs) for layer, inputs in zip(layers, widths, strict=True)]
     _check_projections(layers, inner, widths, hidden)

@@ -13,7 +13,8 @@ no norm behind the last layer. LanguageModel says what its methods do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,8 @@ class Layer(RecurrentLayer):
         per_channel: Tensor | None,
     ) -> Tensor:
         """Read packed x [tokens, width]; updates cell [rows, d_model]."""
-        u, highway, weight_c, bias = self._inputs(x)
+        u, highway = self._inputs(x)
+        weight_c, bias = self._of_gates(per_channel)
         return self._output(
             sru_scan(
                 *(u, highway, weight_c, bias, cu_seqlens, state["cell"], slots),
@@ -86,7 +88,8 @@ class Layer(RecurrentLayer):
         self, x: Tensor, state: Mapping[str, Tensor], slots: Tensor, per_channel: Tensor | None
     ) -> Tensor:
         """Read one token each, x [batch, width]; updates the state as `scan` does."""
-        u, highway, weight_c, bias = self._inputs(x)
+        u, highway = self._inputs(x)
+        weight_c, bias = self._of_gates(per_channel)
         return self._output(
             sru_step(
                 *(u, highway, weight_c, bias, state["cell"], slots),
@@ -98,21 +101,39 @@ class Layer(RecurrentLayer):
     def forward(self, x: Tensor, per_channel: Tensor | None) -> Tensor:
         """Read x [batch, time, width], differentiably, from the initial state."""
         batch, time, _ = x.shape
-        u, highway, weight_c, bias = self._inputs(x.flatten(0, 1))
+        u, highway = self._inputs(x.flatten(0, 1))
+        weight_c, bias = self._of_gates(per_channel)
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * time
         h, _ = sru_scan_train(
             u, highway, weight_c, bias, bounds, scale_x=self.scale_x, tanh=self.tanh
         )
         return self._output(h.view(batch, time, -1))
 
-    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Return u, the highway's input, weight_c and the gates' bias."""
+    def vectors(self) -> Tensor:
+        """Return weight_c | gate_bias, fp32 (fp64 of fp64) [4 * d_model], differentiable.
+
+        Where the gates do not see the state, it is the bias alone [2 * d_model].
+        """
+        parts = [self.gate_bias] if self.weight_c is None else [self.weight_c, self.gate_bias]
+        return torch.cat(
+            [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        )
+
+    def _of_gates(self, per_channel: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Return what the gates see of the state, and their bias, of `vectors`."""
+        assert per_channel is not None
+        if self.weight_c is None:
+            return None, per_channel
+        weight_c, bias = per_channel.chunk(2)
+        return weight_c, bias
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return u and the highway's input, if it is no part of u."""
         if self.input_to_hidden is not None:
             x = self.input_to_hidden(x)
         y = x if self.layer_norm is None or self.normalize_after else self.layer_norm(x)
         u: Tensor = self.input(y if self.down is None else self.down(y))
-        weight_c = None if self.weight_c is None else _wide(self.weight_c)
-        return u, x if self.highway else None, weight_c, _wide(self.gate_bias)
+        return u, x if self.highway else None
 
     def _output(self, h: Tensor) -> Tensor:
         if self.layer_norm is None or not self.normalize_after:
@@ -133,7 +154,7 @@ class Layer(RecurrentLayer):
         stages += [
             program.Linear(self.input),
             program.SruRecurrence(
-                *(self.weight_c, self.gate_bias, "cell"),
+                *(*self._of_gates(per_channel), "cell"),
                 highway=self.highway,
                 scale_x=self.scale_x,
                 tanh=self.tanh,
@@ -144,17 +165,12 @@ class Layer(RecurrentLayer):
         return (*stages, program.Replace())
 
 
-def _wide(vector: Tensor) -> Tensor:
-    """Return a vector of the recurrence as its operators take it: float32, or float64 as it is."""
-    return vector if vector.dtype == torch.float64 else vector.float()
-
-
 class SruLM(LanguageModel):
     """The language model that an SruConfig describes."""
 
     config: SruConfig
     has_last_norm = False
-    float32_parameters = (".weight_c", ".gate_bias")
+    float32_parameters = (".weight_c",)
 
     def __init__(self, config: SruConfig) -> None:
         super().__init__(config, lambda index: Layer(config, index))
@@ -162,3 +178,7 @@ class SruLM(LanguageModel):
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
         if config.quantization is not None:
             self.requires_grad_(False)
+
+    def channel_parameters(self) -> Sequence[Tensor | None]:
+        """Return each layer's vectors of its gates (Layer.vectors)."""
+        return [layer.vectors() for layer in cast("Sequence[Layer]", self.layers)]
