@@ -13,7 +13,7 @@ namespace cuda {
 constexpr int kSruGradientsAhead = 8;
 
 template <class T, bool kHighway, bool kTanh>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSruBlocks)
     sru_backward_kernel(const __grid_constant__ SruArgs args,
                         const __grid_constant__ SruGradients grads) {
   const Layout& lay = args.layout;

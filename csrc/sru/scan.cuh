@@ -14,6 +14,9 @@
 namespace minserve {
 namespace cuda {
 
+// Of a multiprocessor: with 1,024 channels of 64 sequences all blocks of an H100 run at once.
+constexpr int kSruBlocks = 4;
+
 // Tokens on their way: with 55 clocks for each, as long as a load from memory takes.
 constexpr int kSruAhead = 16;
 static_assert(kScanChunk % kSruAhead == 0, "chunks end between turns");
@@ -160,7 +163,7 @@ __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t 
 
 // Whole sequences: groups of rows are sequences, of which the last is the padding tail.
 template <class T, bool kHighway, bool kTanh, bool kAffine>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSruBlocks)
     sru_scan_kernel(const __grid_constant__ SruArgs args) {
   const Layout& lay = args.layout;
   const std::int64_t s = row_group(), channel = thread_of_group();
@@ -255,7 +258,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Then the outputs.
 template <class T, bool kHighway, bool kTanh>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kSruBlocks)
     sru_chunks_kernel(const __grid_constant__ SruArgs args) {
   const Layout& lay = args.layout;
   const std::int64_t number = row_group(), channel = thread_of_group();

@@ -50,6 +50,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "selected": ("selected_driver.cpp", []),
     "selective": ("selective_driver.cpp", []),
     "ssd": ("ssd_driver.cpp", []),
+    "sru": ("sru_driver.cpp", []),
     "time_contiguous": ("time_contiguous_driver.cpp", []),
     "sampling": ("sampling_driver.cpp", []),
     "logprobs": ("logprobs_driver.cpp", []),
