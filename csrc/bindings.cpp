@@ -113,25 +113,26 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "ssd_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
       "float[] dt_limit, Tensor(a!) state, Tensor slots) -> Tensor");
-  // the simple recurrent unit over packed sequences; u is [tokens, u0 | u1 | u2] and in a fourth part
-  // or in x has the highway's input; weight_c and bias are fp32 [forget | reset]; state is c
+  // the simple recurrent unit over packed sequences; u is [tokens, u0 | u1 | u2], and a fourth part
+  // or x is the highway's input; weight_c and bias are fp32 [forget | reset]; state is c
   m.def(
-      "sru_scan(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, float scale_x, bool tanh, "
-      "Tensor cu_seqlens, Tensor(a!) state, Tensor slots) -> Tensor");
+      "sru_scan(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor cu_seqlens, "
+      "Tensor(a!) state, Tensor slots, float scale_x=1.0, bool tanh=False) -> Tensor");
   // one such step for each row of the batch
   m.def(
-      "sru_step(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, float scale_x, bool tanh, "
-      "Tensor(a!) state, Tensor slots) -> Tensor");
+      "sru_step(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor(a!) state, "
+      "Tensor slots, float scale_x=1.0, bool tanh=False) -> Tensor");
   // functional and differentiable; c is that of every token, fp32
   m.def(
-      "sru_scan_train(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, float scale_x, bool tanh, "
-      "Tensor cu_seqlens, Tensor? c0=None) -> (Tensor h, Tensor c, Tensor c_last)");
-  // its gradients: of u, of x (empty without one), of c0, and of weight_c and bias for each sequence
+      "sru_scan_train(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor cu_seqlens, "
+      "Tensor? c0=None, float scale_x=1.0, bool tanh=False) -> "
+      "(Tensor h, Tensor c, Tensor c_last)");
+  // its gradients: of u, of x (empty without one), of c0, and of weight_c and bias of each sequence
   // [4, sequences, channels]
   m.def(
       "sru_scan_train_backward(Tensor grad_h, Tensor? grad_c_last, Tensor u, Tensor? x, "
-      "Tensor? weight_c, Tensor bias, float scale_x, bool tanh, Tensor cu_seqlens, Tensor c, "
-      "Tensor? c0) -> (Tensor grad_u, Tensor grad_x, Tensor grad_c0, Tensor grad_vectors)");
+      "Tensor? weight_c, Tensor bias, Tensor cu_seqlens, Tensor c, Tensor? c0, float scale_x, "
+      "bool tanh) -> (Tensor grad_u, Tensor grad_x, Tensor grad_c0, Tensor grad_vectors)");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(

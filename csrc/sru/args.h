@@ -9,23 +9,23 @@ namespace minserve {
 // A step has no cu_seqlens, and row r is all of sequence r. Streams have the operator's dtype.
 struct SruArgs {
   Layout layout;
-  Stream u;               // [tokens, u0 | u1 | u2 ...], each of `channels` columns
-  Stream highway;         // [tokens, channels], not yet scaled; null data: h = r g(c)
+  Stream u;        // [tokens, u0 | u1 | u2 ...], each of `channels` columns
+  Stream highway;  // [tokens, channels], not yet scaled; null data: h = r g(c)
   float scale = 1.0f;     // of the highway's input
   bool tanh = false;      // g
   const float* weight_c = nullptr;  // [forget | reset], or null: the gates do not see c
   const float* bias = nullptr;      // [forget | reset]
-  Stream h;               // [tokens, channels]
-  float* state = nullptr;  // rows [channels], slot_stride elements apart
+  Stream h;                         // [tokens, channels]
+  float* state = nullptr;           // rows [channels], slot_stride elements apart
   std::int64_t slot_stride = 0;
   float* c = nullptr;        // [tokens, channels]: c of every token, or null
-  float* carries = nullptr;  // [2, chunks, channels] on CUDA, for scans with parallel chunks; or null
+  float* carries = nullptr;  // [2, chunks, channels] on CUDA, for chunks side by side; or null
 };
 
 // The gradients of SruArgs, of which `u`, `highway`, the vectors, `c` and the layout are read.
 struct SruGradients {
-  Stream h;       // of h; read
-  Stream u;       // [tokens, u0 | u1 | u2], written, zero for the padding tail
+  Stream h;        // of h; read
+  Stream u;        // [tokens, u0 | u1 | u2], written, zero for the padding tail
   Stream highway;  // written if there is one
   const float* last = nullptr;  // of the last c, [sequences, channels]; null: zeros
   const float* c0 = nullptr;    // the first c, [sequences, channels]; null: zeros

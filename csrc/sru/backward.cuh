@@ -1,6 +1,6 @@
-// The gradient of the simple recurrent unit on CUDA: a thread reads a channel of a sequence from its
-// last token to its first, with tokens on their way. Gates are computed again from the kept c. The
-// chain from a token to the one before is two multiply-adds: everything else does not wait for it.
+// The gradient of the simple recurrent unit on CUDA: a thread reads a channel of a sequence from
+// its last token to its first, with tokens on their way. Gates are computed again from the kept c.
+// The chain from a token to the one before is two multiply-adds: nothing else waits for it.
 #pragma once
 
 #include "../core/row_grid.cuh"
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
   }
   struct In {
     SruInputs<T, kHighway> of;
-    T grad;
+    Channels<T, 1> grad;
     float before;  // c of the token before
   };
   const SruChannel<float> of = channel_of(args, channel);
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
   }
   const auto load = [&](std::int64_t row, In& in) {
     inputs(row, in.of);
-    in.grad = *place<const T>(grads.h, row, channel);
+    in.grad.load(place<const T>(grads.h, row, channel));
     in.before = row > begin ? args.c[(row - 1) * channels + channel] : c0;
   };
   SruSums<float> sums = {};
@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
       if (at < begin) break;
       const In in = ring[i];
       if (ahead >= begin) load(ahead, ring[i]);
-      const float x = kHighway ? to_lane(in.of.x) * args.scale : 0.0f;
+      const float x = kHighway ? in.of.x[0] * args.scale : 0.0f;
       const SruTokenGradient<float> out = sru_token_gradient<kHighway, kTanh>(
-          of, weight_forget, weight_reset, to_lane(in.of.u0), to_lane(in.of.u1), to_lane(in.of.u2),
-          x, in.before, c, to_lane(in.grad), carry, sums);
+          of, weight_forget, weight_reset, in.of.u0[0], in.of.u1[0], in.of.u2[0],
+          x, in.before, c, in.grad[0], carry, sums);
       c = in.before;
       T* const grad_u = place<T>(grads.u, at, channel);
       from_lane(grad_u, out.u0);

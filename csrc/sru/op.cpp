@@ -52,7 +52,7 @@ class Inputs {
                   "u must be [", rows, ", 3 or 4 * channels] with ", channels, " channels, got ",
                   describe(u));
     check.require(planes != 4 || !given.x,
-                  "x must be None where u has four parts, of which the last is the highway's input");
+                  "x must be None where u has four parts: the last is the highway's input");
     check.tensor(given.bias, "bias", ScalarType::Float, {2 * channels}, "[2 * channels]");
     if (given.weight_c) {
       check.tensor(*given.weight_c, "weight_c", ScalarType::Float, {2 * channels},
@@ -64,7 +64,8 @@ class Inputs {
     args_.u = rows_of(u_);
     args_.tanh = given.tanh;
     if (given.x) {
-      check.tensor(*given.x, "x", u.scalar_type(), {tokens, channels}, "[tokens, channels] or None");
+      check.tensor(*given.x, "x", u.scalar_type(), {tokens, channels},
+                   "[tokens, channels] or None");
       x_ = with_rows(*given.x);
       args_.highway = rows_of(*x_);
       args_.scale = static_cast<float>(given.scale);
@@ -138,24 +139,24 @@ std::int64_t channels_of(const Check& check, const Tensor& bias) {
 }  // namespace
 
 Tensor sru_scan(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
-                const Tensor& bias, double scale_x, bool tanh, const Tensor& cu_seqlens,
-                const Tensor& state, const Tensor& slots) {
+                const Tensor& bias, const Tensor& cu_seqlens, const Tensor& state,
+                const Tensor& slots, double scale_x, bool tanh) {
   const Check check("sru_scan", u, "u");
   return recur(check, {u, x, weight_c, bias, scale_x, tanh}, &cu_seqlens, state, slots);
 }
 
 Tensor sru_step(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
-                const Tensor& bias, double scale_x, bool tanh, const Tensor& state,
-                const Tensor& slots) {
+                const Tensor& bias, const Tensor& state, const Tensor& slots, double scale_x,
+                bool tanh) {
   const Check check("sru_step", u, "u");
   return recur(check, {u, x, weight_c, bias, scale_x, tanh}, nullptr, state, slots);
 }
 
 std::tuple<Tensor, Tensor, Tensor> sru_scan_train(const Tensor& u, const MaybeTensor& x,
                                                   const MaybeTensor& weight_c, const Tensor& bias,
-                                                  double scale_x, bool tanh,
                                                   const Tensor& cu_given,
-                                                  const MaybeTensor& c0_given) {
+                                                  const MaybeTensor& c0_given, double scale_x,
+                                                  bool tanh) {
   const Check check("sru_scan_train", u, "u");
   check_matrix(check, u, "tokens");
   const Dtype dtype = check.dtype(false);
@@ -184,8 +185,8 @@ std::tuple<Tensor, Tensor, Tensor> sru_scan_train(const Tensor& u, const MaybeTe
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sru_scan_train_backward(
     const Tensor& grad_given, const MaybeTensor& grad_last_given, const Tensor& u,
-    const MaybeTensor& x, const MaybeTensor& weight_c, const Tensor& bias, double scale_x,
-    bool tanh, const Tensor& cu_given, const Tensor& c_given, const MaybeTensor& c0_given) {
+    const MaybeTensor& x, const MaybeTensor& weight_c, const Tensor& bias, const Tensor& cu_given,
+    const Tensor& c_given, const MaybeTensor& c0_given, double scale_x, bool tanh) {
   const Check check("sru_scan_train_backward", u, "u");
   check_matrix(check, u, "tokens");
   const Dtype dtype = check.dtype(false);

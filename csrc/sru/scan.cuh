@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../core/row_grid.cuh"
+#include "../core/vector_access.cuh"
 #include "args.h"
 #include "token.h"
 
@@ -40,10 +41,10 @@ __device__ __forceinline__ T* place(const Stream& stream, std::int64_t row, std:
 // What is read of a token, as it lies in memory: a conversion would wait for it.
 template <class T, bool kHighway>
 struct SruInputs {
-  T u0, u1, u2, x;
+  Channels<T, 1> u0, u1, u2, x;
   __device__ __forceinline__ void load(const T* u, const T* highway, std::int64_t channels) {
-    u0 = u[0], u1 = u[channels], u2 = u[2 * channels];
-    if constexpr (kHighway) x = *highway;
+    u0.load(u), u1.load(u + channels), u2.load(u + 2 * channels);
+    if constexpr (kHighway) x.load(highway);
   }
 };
 
@@ -141,13 +142,13 @@ __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t 
   for_tokens<SruInputs<T, kHighway>>(
       begin, end, load,
       [&](std::int64_t row, const SruInputs<T, kHighway>& in) {
-        const float x = kHighway ? to_lane(in.x) * args.scale : 0.0f;
+        const float x = kHighway ? in.x[0] * args.scale : 0.0f;
         float out;
         if constexpr (kAffine) {
-          out = affine_token<kHighway, kTanh>(of, to_lane(in.u0), to_lane(in.u1), to_lane(in.u2), x,
+          out = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x,
                                               c, chunk);
         } else {
-          out = sru_token<kHighway, kTanh>(of, to_lane(in.u0), to_lane(in.u1), to_lane(in.u2), x,
+          out = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x,
                                            c);
           if (kept) kept[row * args.layout.channels] = c;
         }
@@ -201,19 +202,19 @@ __global__ void __launch_bounds__(kThreads) sru_sums_kernel(const __grid_constan
   const SruChannel<float> of = channel_of(args, channel);
   const T* const u = place<const T>(args.u, 0, channel);
   struct In {
-    T u0, u1;
+    Channels<T, 1> u0, u1;
   };
   AffineCarry chunk;
   for_tokens<In>(
       rows.begin, rows.end,
       [&](std::int64_t row, In& in) {
         const T* const at = u + row * args.u.stride;
-        in.u0 = at[0], in.u1 = at[lay.channels];
+        in.u0.load(at), in.u1.load(at + lay.channels);
       },
       [&](std::int64_t, const In& in) {
-        const float e = sru_exponential(to_lane(in.u1), of.forget, 0.0f, 0.0f);
+        const float e = sru_exponential(in.u1[0], of.forget, 0.0f, 0.0f);
         const float f = reciprocal(e + 1.0f);
-        chunk.add(f, e * f * to_lane(in.u0));
+        chunk.add(f, e * f * in.u0[0]);
       },
       [](std::int64_t) {});
   float* const at = args.carries + number * lay.channels + channel;
@@ -289,14 +290,14 @@ __global__ void __launch_bounds__(kThreads)
   const bool real = slot >= 0 && slot < lay.num_slots;
   float* const state = args.state + (real ? slot * args.slot_stride : 0) + channel;
   float c = real ? *state : 0.0f;
-  const float x = kHighway ? to_lane(in.x) * args.scale : 0.0f;
+  const float x = kHighway ? in.x[0] * args.scale : 0.0f;
   float h;
   if constexpr (kAffine) {
     AffineCarry chunk;
-    h = affine_token<kHighway, kTanh>(of, to_lane(in.u0), to_lane(in.u1), to_lane(in.u2), x, c,
+    h = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c,
                                       chunk);
   } else {
-    h = sru_token<kHighway, kTanh>(of, to_lane(in.u0), to_lane(in.u1), to_lane(in.u2), x, c);
+    h = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c);
   }
   if (real) *state = c;
   from_lane(place<T>(args.h, row, channel), real ? h : 0.0f);

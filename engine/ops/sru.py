@@ -38,7 +38,6 @@ def sru_scan(
     cu_seqlens: Tensor,
     state: Tensor,
     slots: Tensor,
-    *,
     scale_x: float = 1.0,
     tanh: bool = False,
 ) -> Tensor:
@@ -74,7 +73,7 @@ def sru_scan(
         h, new = _scan(u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh)
         state.copy_(new)
         return h
-    h = torch.ops.minserve.sru_scan(u, x, weight_c, bias, scale_x, tanh, cu_seqlens, state, slots)
+    h = torch.ops.minserve.sru_scan(u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh)
     return h
 
 
@@ -85,7 +84,6 @@ def sru_step(
     bias: Tensor,
     state: Tensor,
     slots: Tensor,
-    *,
     scale_x: float = 1.0,
     tanh: bool = False,
 ) -> Tensor:
@@ -110,7 +108,7 @@ def sru_step(
         h, new = _scan(u, x, weight_c, bias, bounds, state, slots, scale_x, tanh)
         state.copy_(new)
         return h
-    h = torch.ops.minserve.sru_step(u, x, weight_c, bias, scale_x, tanh, state, slots)
+    h = torch.ops.minserve.sru_step(u, x, weight_c, bias, state, slots, scale_x, tanh)
     return h
 
 
@@ -121,7 +119,6 @@ def sru_scan_train(
     bias: Tensor,
     cu_seqlens: Tensor,
     c0: Tensor | None = None,
-    *,
     scale_x: float = 1.0,
     tanh: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -144,7 +141,7 @@ def sru_scan_train(
     if _is_composed(u):
         return _scan_train(u, x, weight_c, bias, cu_seqlens, c0, scale_x, tanh)
     h, _, last = torch.ops.minserve.sru_scan_train(
-        u, x, weight_c, bias, scale_x, tanh, cu_seqlens, c0
+        u, x, weight_c, bias, cu_seqlens, c0, scale_x, tanh
     )
     return h, last
 
@@ -248,7 +245,6 @@ def sru_scan_reference(
     cu_seqlens: Tensor,
     state: Tensor,
     slots: Tensor,
-    *,
     scale_x: float = 1.0,
     tanh: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -266,8 +262,6 @@ def _register() -> None:
         x: Any,
         weight_c: Any,
         bias: Tensor,
-        scale_x: float,
-        tanh: bool,
         cu_seqlens: Tensor,
         *_: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,8 +277,6 @@ def _register() -> None:
         x: Tensor | None,
         weight_c: Any,
         bias: Tensor,
-        scale_x: float,
-        tanh: bool,
         cu_seqlens: Tensor,
         c: Tensor,
         *_: Any,
@@ -295,14 +287,19 @@ def _register() -> None:
         return u.new_empty(u.shape), of_x, c0, c.new_empty((4, sequences, channels))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        u, x, weight_c, bias, ctx.scale_x, ctx.tanh, cu_seqlens, c0 = inputs
+        u, x, weight_c, bias, cu_seqlens, c0, ctx.scale_x, ctx.tanh = inputs
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # that of c would be as large as c
         ctx.save_for_backward(u, x, weight_c, bias, cu_seqlens, output[1], c0)
 
-    def backward(ctx: Any, grad_h: Tensor, _: Any, grad_last: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_h: Tensor | None, _: Any, grad_last: Tensor | None
+    ) -> tuple[Any, ...]:
         u, x, weight_c, bias, cu_seqlens, c, c0 = ctx.saved_tensors
+        if grad_h is None:
+            grad_h = torch.zeros_like(c, dtype=u.dtype)
         of_u, of_x, of_c0, vectors = torch.ops.minserve.sru_scan_train_backward(
-            grad_h, grad_last, u, x, weight_c, bias, ctx.scale_x, ctx.tanh, cu_seqlens, c, c0
+            grad_h, grad_last, u, x, weight_c, bias, cu_seqlens, c, c0, ctx.scale_x, ctx.tanh
         )
         of_weight, of_bias = vectors.sum(1).view(2, -1)
         return (
@@ -310,8 +307,9 @@ def _register() -> None:
             None if x is None else of_x,
             None if weight_c is None else of_weight,
             of_bias,
-            *(None, None, None),
+            None,
             None if c0 is None else of_c0,
+            *(None, None),
         )
 
     torch.library.register_fake("minserve::sru_scan", fake)

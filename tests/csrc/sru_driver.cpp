@@ -172,8 +172,8 @@ class Driver {
     Layout& lay = args.layout;
     lay.cu_seqlens = given.cu_seqlens.device;
     if (chunks) {
-      args.carries = room(given.carries, std::vector<float>(at(2 * lay.chunk_bound() * lay.channels), NAN),
-                          emulator::Use::write);
+      std::vector<float> none(at(2 * lay.chunk_bound() * lay.channels), NAN);
+      args.carries = room(given.carries, std::move(none), emulator::Use::write);
       const cuda::Grid grid = cuda::row_grid(lay.chunk_bound(), lay.channels);
       launch("sums", grid, [=] { cuda::sru_sums_kernel<T>(args); });
       launch("carries", cuda::row_grid(lay.sequences, lay.channels),
