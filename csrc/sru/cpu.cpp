@@ -80,7 +80,10 @@ void read_run(const SruArgs& args, std::int64_t s, std::int64_t first, std::int6
   const Layout& lay = args.layout;
   const std::int64_t begin = lay.begin(s), end = lay.end(s), slot = lay.slot(s);
   if (begin == end) return;
-  if (slot < 0) return zero_rows<T>(args.h, begin, end, first, count);
+  if (slot < 0) {
+    if (args.c) zero_rows<float>({args.c, lay.channels}, begin, end, first, count);
+    return zero_rows<T>(args.h, begin, end, first, count);
+  }
   Run run;
   read_channels(args, first, count, run);
   alignas(64) float c[kSruRun] = {};

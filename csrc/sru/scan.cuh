@@ -173,7 +173,10 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
   if (s > lay.sequences || channel >= lay.channels) return;
   const std::int64_t begin = lay.begin(s), end = lay.end(s), slot = lay.slot(s);
   if (begin >= end) return;
-  if (slot < 0) return zero_rows<T>(args.h, begin, end, channel);
+  if (slot < 0) {
+    if (args.c) zero_rows<float>({args.c, lay.channels}, begin, end, channel);
+    return zero_rows<T>(args.h, begin, end, channel);
+  }
   float* const state = args.state + slot * args.slot_stride + channel;
   *state = read_channel<T, kHighway, kTanh, kAffine>(args, channel, begin, end, *state);
 }

@@ -343,6 +343,8 @@ class Driver {
             for (long plane = 0; plane < 3; ++plane) {
               check_value<T>(of(row, plane), 0.0, "gradient of the tail", row, i);
             }
+            check_value<float>(static_cast<double>(c[at(row * channels + i)]), 0.0, "c of the tail",
+                               row, i);
           }
           continue;
         }
