@@ -38,6 +38,10 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("selective_step", TORCH_BOX(&minserve::selective_step));
   m.impl("ssd_scan", TORCH_BOX(&minserve::ssd_scan));
   m.impl("ssd_step", TORCH_BOX(&minserve::ssd_step));
+  m.impl("gru_scan", TORCH_BOX(&minserve::gru_scan));
+  m.impl("gru_step", TORCH_BOX(&minserve::gru_step));
+  m.impl("lstm_scan", TORCH_BOX(&minserve::lstm_scan));
+  m.impl("lstm_step", TORCH_BOX(&minserve::lstm_step));
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
@@ -109,6 +113,20 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "ssd_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
       "float[] dt_limit, Tensor(a!) state, Tensor slots) -> Tensor");
+  // torch.nn's GRU over packed sequences: pre is W x + b [tokens, r | z | n], weight U, bias c;
+  // rows of hidden [num_slots, units] are read and overwritten
+  m.def(
+      "gru_scan(Tensor pre, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) hidden, "
+      "Tensor slots) -> Tensor");
+  // one such step for each row of the batch, recurrent being U h + c
+  m.def("gru_step(Tensor pre, Tensor recurrent, Tensor(a!) hidden, Tensor slots) -> Tensor");
+  // torch.nn's LSTM likewise; pre is [tokens, i | f | g | o]
+  m.def(
+      "lstm_scan(Tensor pre, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) hidden, "
+      "Tensor(b!) cell, Tensor slots) -> Tensor");
+  m.def(
+      "lstm_step(Tensor pre, Tensor recurrent, Tensor(a!) hidden, Tensor(b!) cell, Tensor slots) "
+      "-> Tensor");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(

@@ -62,6 +62,16 @@ Tensor ssd_step(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor
                 const Tensor& C, const Tensor& D, const Tensor& dt_bias,
                 const std::vector<double>& dt_limit, const Tensor& state, const Tensor& slots);
 
+Tensor gru_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& slots);
+Tensor gru_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                const Tensor& slots);
+Tensor lstm_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& cell,
+                 const Tensor& slots);
+Tensor lstm_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                 const Tensor& cell, const Tensor& slots);
+
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
              const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
              const MaybeTensor& mask_of);
