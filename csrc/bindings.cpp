@@ -42,6 +42,10 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("sru_step", TORCH_BOX(&minserve::sru_step));
   m.impl("sru_scan_train", TORCH_BOX(&minserve::sru_scan_train));
   m.impl("sru_scan_train_backward", TORCH_BOX(&minserve::sru_scan_train_backward));
+  m.impl("gru_scan", TORCH_BOX(&minserve::gru_scan));
+  m.impl("gru_step", TORCH_BOX(&minserve::gru_step));
+  m.impl("lstm_scan", TORCH_BOX(&minserve::lstm_scan));
+  m.impl("lstm_step", TORCH_BOX(&minserve::lstm_step));
   m.impl("adjust_", TORCH_BOX(&minserve::adjust_));
   m.impl("draw_", TORCH_BOX(&minserve::draw_));
   m.impl("target_logprobs", TORCH_BOX(&minserve::target_logprobs));
@@ -133,6 +137,20 @@ STABLE_TORCH_LIBRARY(minserve, m) {
       "sru_scan_train_backward(Tensor grad_h, Tensor? grad_c_last, Tensor u, Tensor? x, "
       "Tensor? weight_c, Tensor bias, Tensor cu_seqlens, Tensor c, Tensor? c0, float scale_x, "
       "bool tanh) -> (Tensor grad_u, Tensor grad_x, Tensor grad_c0, Tensor grad_vectors)");
+  // torch.nn's GRU over packed sequences: pre is W x + b [tokens, r | z | n], weight U, bias c;
+  // rows of hidden [num_slots, units] are read and overwritten
+  m.def(
+      "gru_scan(Tensor pre, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) hidden, "
+      "Tensor slots) -> Tensor");
+  // one such step for each row of the batch, recurrent being U h + c
+  m.def("gru_step(Tensor pre, Tensor recurrent, Tensor(a!) hidden, Tensor slots) -> Tensor");
+  // torch.nn's LSTM likewise; pre is [tokens, i | f | g | o]
+  m.def(
+      "lstm_scan(Tensor pre, Tensor weight, Tensor? bias, Tensor cu_seqlens, Tensor(a!) hidden, "
+      "Tensor(b!) cell, Tensor slots) -> Tensor");
+  m.def(
+      "lstm_step(Tensor pre, Tensor recurrent, Tensor(a!) hidden, Tensor(b!) cell, Tensor slots) "
+      "-> Tensor");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(

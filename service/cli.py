@@ -386,7 +386,7 @@ def convert(
     from service.text.tokenizer import Tokenizer
 
     if tokenizer is not None:
-        terminal_text.read_tokenizer(tokenizer)  # refused before anything is written
+        terminal_text.check_tokenizer(tokenizer)  # refused before anything is written
     config = run(
         source,
         destination,

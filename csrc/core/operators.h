@@ -77,6 +77,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sru_scan_train_backward(
     const MaybeTensor& weight_c, const Tensor& bias, const Tensor& cu_seqlens, const Tensor& c,
     const MaybeTensor& c0, double scale_x, bool tanh);
 
+Tensor gru_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& slots);
+Tensor gru_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                const Tensor& slots);
+Tensor lstm_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& cell,
+                 const Tensor& slots);
+Tensor lstm_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                 const Tensor& cell, const Tensor& slots);
+
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
              const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
              const MaybeTensor& mask_of);

@@ -1,98 +1,25 @@
 // The whole language model as operators on the CPU: a step, a prefill, logits.
 #include <algorithm>
-#include <chrono>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#include <thread>
-#endif
 
 #include "../core/cpu_isa.h"
 #include "../core/operators.h"
+#include "../cpu_product/run_in_team.h"
 #include "plan_check.h"
 
 namespace minserve {
 
-#if defined(__linux__)
-void sleep_while(const std::int32_t* at, std::int32_t value) {
-  syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-void wake_sleepers(const std::int32_t* at) {
-  syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-}
-#else
-void sleep_while(const std::int32_t*, std::int32_t) {
-  std::this_thread::yield();
-}
-void wake_sleepers(const std::int32_t*) {}
-#endif
-
 namespace {
-
-constexpr std::int64_t kClosed = std::int64_t{1} << 32;
-// How long the first thread waits for the others. Threads that sleep take some 50 us to come.
-constexpr auto kJoiningTime = std::chrono::milliseconds(1);
-// Weights per thread and row below which another one costs more than it brings.
-constexpr std::int64_t kGrainBytes = 48 * 1024;
-
-// The number of a new thread, or -1 when the team is closed; see thread_team.h.
-std::int64_t join(ThreadTeam& team, bool first, std::int64_t pieces, std::int64_t wanted) {
-  const std::int64_t me = __atomic_fetch_add(&team.joined, 1, __ATOMIC_ACQ_REL);
-  if (me >= kClosed) return -1;
-  __atomic_fetch_add(&team.claimed, pieces, __ATOMIC_ACQ_REL);
-  if (!first) {
-    team.passed.wait_while(0, nullptr, 0);
-    return me;
-  }
-  const auto last_call = std::chrono::steady_clock::now() + kJoiningTime;
-  while (__atomic_load_n(&team.claimed, __ATOMIC_ACQUIRE) < wanted &&
-         std::chrono::steady_clock::now() < last_call) {
-    spin_pause();
-  }
-  team.size =
-      static_cast<std::int32_t>(__atomic_fetch_add(&team.joined, kClosed, __ATOMIC_ACQ_REL));
-  team.passed.set(1);
-  return me;
-}
-
-struct Calls {  // of one instruction set
-  CpuModelFn run;
-  FedBytesFn fed_bytes;
-};
-Calls calls() {
-#if defined(MINSERVE_X86)
-  switch (isa()) {
-#if defined(MINSERVE_AMX)
-    case Isa::amx:
-      return {&amx::run_cpu_model, &amx::fed_bytes};
-#endif
-    case Isa::avx512_bf16:
-      return {&avx512_bf16::run_cpu_model, &avx512_bf16::fed_bytes};
-    case Isa::avx512:
-      return {&avx512::run_cpu_model, &avx512::fed_bytes};
-    case Isa::avx2:
-      return {&avx2::run_cpu_model, &avx2::fed_bytes};
-    default:
-      break;
-  }
-#endif
-  return {&generic::run_cpu_model, &generic::fed_bytes};
-}
 
 // One call: the model, the tensors that every part shares, and the memory between its phases.
 class Call {
  public:
   Call(const Check& check, const Tensor& weights, const Tensor& plan, const Tensor& like,
        std::int64_t rows)
-      : check_(check), model_(read_plan(check, weights, plan)), like_(like), calls_(calls()) {
+      : check_(check), model_(read_plan(check, weights, plan)), like_(like) {
     work.plan = &model_.plan;
     work.layers = model_.layers.data();
     work.rows = rows;
-    const std::int64_t wide = std::max<std::int64_t>(1, model_.weight_bytes / kGrainBytes) *
-                              std::max<std::int64_t>(1, rows / 4);
-    threads_ = std::clamp<std::int64_t>(torch::stable::get_num_threads(), 1, wide);
+    threads_ = threads_worth(model_.weight_bytes, rows);
   }
   const Plan& plan() const { return model_.plan; }
 
@@ -108,7 +35,7 @@ class Call {
   }
   void use_buffers() {
     const Plan& p = plan();
-    const std::int64_t element = calls_.fed_bytes(p.half), rows = work.rows;
+    const std::int64_t element = MS_BY_PRODUCT_ISA(fed_bytes)(p.half), rows = work.rows;
     const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
     const std::int64_t own = threads_ * kOwnRows * fed_row_bytes(p.width, element);
     work.buffers.x = floats(rows * p.width);
@@ -179,11 +106,8 @@ class Call {
   }
 
   void run() {
-    ThreadTeam team;
-    torch::stable::parallel_for(0, threads_, 1, [&](std::int64_t begin, std::int64_t end) {
-      const std::int64_t me = join(team, begin == 0, end - begin, threads_);
-      if (me >= 0) calls_.run(work, team, me);
-    });
+    const CpuModelFn run = MS_BY_PRODUCT_ISA(run_cpu_model);
+    run_in_team(threads_, [&](ThreadTeam& team, std::int64_t thread) { run(work, team, thread); });
   }
 
   Work work;
@@ -205,7 +129,6 @@ class Call {
   const Check& check_;
   PackedModel model_;
   const Tensor& like_;
-  Calls calls_;
   std::int64_t threads_ = 1;
   std::vector<Tensor> kept_;
 };

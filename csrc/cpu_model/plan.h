@@ -1,56 +1,19 @@
 // A packed language model in memory, and the work of one call on it. No torch in here.
 //
-// All weights lie in one block of memory (engine/models/backends/cpu.py writes it). A matrix of
-// `outputs` x `inputs` is cut into panels of 16 outputs, four panels to a group (three where three
-// gates lie side by side); a group is stored step after step along the inputs, all its panels side
-// by side, so that whoever multiplies with neighbouring outputs reads memory in one straight run:
-//   float32   a step is one input:  [panel][16 outputs]
-//   bfloat16  a step is two inputs: [panel][16 outputs][2 inputs]
-//   int8      a step is two inputs: [panel][2 inputs][16 outputs]
-// Outputs beyond the last, and an odd last input's partner, are zeros. Vectors (biases, scales,
-// norms) are fp32, padded with zeros to whole panels and in the order of the panels.
+// All weights lie in one block of memory (engine/models/backends/cpu.py writes it), each matrix as
+// csrc/cpu_product/matrix.h has it. Vectors (biases, scales, norms) are fp32, padded with zeros to
+// whole panels and in the order of the panels.
 #pragma once
 
 #include "../cells/kind.h"
 #include "../core/types.h"
+#include "../cpu_product/isa.h"
+#include "../cpu_product/matrix.h"
+#include "../cpu_product/thread_team.h"
 #include "../selective/args.h"
 #include "../ssd/args.h"
-#include "thread_team.h"
 
 namespace minserve {
-
-constexpr std::int64_t kPanel = 16;      // outputs of a panel
-constexpr std::int64_t kMostPanels = 4;  // of a group
-
-MS_HD std::int64_t up_to(std::int64_t n, std::int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
-enum class Kind : std::int64_t { f32 = 0, bf16 = 1, i8 = 2 };
-
-struct Matrix {
-  const char* data = nullptr;  // null: there is none
-  const float* scale = nullptr;
-  const float* bias = nullptr;
-  Kind stored = Kind::f32;
-  std::int64_t inputs = 0;
-  std::int64_t outputs = 0;  // of each gate
-  std::int64_t gates = 1;    // matrices whose panels alternate
-  bool in_order = false;     // a prompt's rows come one after the other, to one thread
-
-  std::int64_t panels() const { return gates * ((outputs + kPanel - 1) / kPanel); }
-  std::int64_t group() const { return gates == 3 ? 3 : kMostPanels; }
-  std::int64_t steps() const { return stored == Kind::f32 ? inputs : (inputs + 1) / 2; }
-  std::int64_t step_bytes() const { return stored == Kind::i8 ? 2 * kPanel : 4 * kPanel; }
-  std::int64_t bytes() const { return panels() * steps() * step_bytes(); }
-  // Where panel `panel` begins, and how far its steps lie apart.
-  const char* at(std::int64_t panel, std::int64_t& stride) const {
-    const std::int64_t first = panel / group() * group();
-    const std::int64_t together = panels() - first < group() ? panels() - first : group();
-    stride = together * step_bytes();
-    return data + first * steps() * step_bytes() + (panel - first) * step_bytes();
-  }
-};
 
 // A causal depthwise convolution.
 struct Convolution {
@@ -109,12 +72,6 @@ struct Plan {
   const float* norm = nullptr;
   Matrix head;
 };
-
-// Bytes from one row of what feeds a matrix to the next: whole panels, and a line more, without
-// which all rows of many a width would take turns in a few sets of the first-level cache.
-MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
-  return up_to(up_to(width, kPanel) * element, 64) + 64;
-}
 
 MS_HD std::int64_t selected_row_bytes(const Plan& plan, std::int64_t element) {
   return fed_row_bytes(plan.rank, element) + up_to(2 * plan.states, kPanel) * 4;
@@ -187,19 +144,10 @@ struct Work {
 };
 
 using CpuModelFn = void (*)(const Work&, ThreadTeam&, std::int64_t thread);
-// Bytes of an element that feeds matrices: instruction sets differ in how they keep bfloat16.
-using FedBytesFn = std::int64_t (*)(bool half);
 
-#define MS_DECLARE_CPU_MODEL(isa)                                              \
-  namespace isa {                                                              \
-  void run_cpu_model(const Work& work, ThreadTeam& team, std::int64_t thread); \
-  std::int64_t fed_bytes(bool half);                                           \
-  }
-MS_DECLARE_CPU_MODEL(generic)
-MS_DECLARE_CPU_MODEL(avx2)
-MS_DECLARE_CPU_MODEL(avx512)
-MS_DECLARE_CPU_MODEL(avx512_bf16)
-MS_DECLARE_CPU_MODEL(amx)
-#undef MS_DECLARE_CPU_MODEL
+// fed_bytes: of an element that feeds matrices; instruction sets differ in how they keep bfloat16.
+MS_DECLARE_PER_PRODUCT_ISA(void run_cpu_model(const Work& work, ThreadTeam& team,
+                                              std::int64_t thread);
+                           std::int64_t fed_bytes(bool half);)
 
 }  // namespace minserve

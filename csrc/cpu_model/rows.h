@@ -2,7 +2,8 @@
 #pragma once
 
 #include "../cells/silu_cpu.h"
-#include "multiply.h"
+#include "../cpu_product/multiply.h"
+#include "plan.h"
 
 namespace minserve {
 namespace MS_ISA {

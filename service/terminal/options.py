@@ -525,7 +525,11 @@ NormalizeAfter = Annotated[
 ]
 NormEps = Annotated[float | None, Option(help="Epsilon of the norms [that of the source project].")]
 ConvertedTokenizer = Annotated[
-    Path | None, Option(help="A tokenizer.json to copy into the folder.")
+    Path | None,
+    Option(
+        help="Tokenizer for the folder: a tokenizer.json, a SentencePiece .model, or a vocabulary "
+        "(one word a line, or JSON)."
+    ),
 ]
 EosTokenId = Annotated[
     list[int] | None,

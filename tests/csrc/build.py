@@ -49,6 +49,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "conv": ("conv_driver.cpp", []),
     "selected": ("selected_driver.cpp", []),
     "selective": ("selective_driver.cpp", []),
+    "gated_rnn": ("gated_rnn_driver.cpp", []),
     "ssd": ("ssd_driver.cpp", []),
     "sru": ("sru_driver.cpp", []),
     "time_contiguous": ("time_contiguous_driver.cpp", []),

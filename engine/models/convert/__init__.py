@@ -32,7 +32,7 @@ from engine.models.loader import (
 )
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
-from engine.tokenizer_files import TOKENIZER, read_tokenizer
+from engine.tokenizer_files import TOKENIZER, TokenizerText, read_tokenizer, read_tokenizer_file
 
 __all__ = ["convert"]
 
@@ -64,7 +64,8 @@ def convert(
         eos_token_id: end-of-text ids.
         quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
             bitwise equal to the source quantised at load.
-        tokenizer: a tokenizer.json to take instead of the source's tokenizer, which is not read.
+        tokenizer: a file to take instead of the source's tokenizer, which is not read
+            (read_tokenizer_file).
         options: fields of the family's config that its weights do not show
             (Family.state_dict_options), such as normalize_gates=False for a minLSTM whose gates
             were not normalised. None: as the layout says.
@@ -78,16 +79,17 @@ def convert(
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: already exists; give a new or empty folder")
     options = {name: value for name, value in options.items() if value is not None}
+    given = None if tokenizer is None else read_tokenizer_file(tokenizer)
     model, config = _read(source, family, options, dtype, quantize)
     folder = source if has_folder(source) else source.parent
     if folder != source and eos_token_id is None:
         config = with_generation_config(config, folder)
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "dtype": dtype,
         "eos_token_id": eos_token_id if isinstance(eos_token_id, int | None) else (*eos_token_id,),
     }
     config = dataclasses.replace(
-        config, **{name: value for name, value in given.items() if value is not None}
+        config, **{name: value for name, value in fields.items() if value is not None}
     )
     target = quantized_config(config, quantize, source)
     if quantize is not None and target != config:
@@ -95,7 +97,7 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    _write(destination, model, config, folder, tokenizer)
+    _write(destination, model, config, folder, given)
     return config
 
 
@@ -149,7 +151,7 @@ def _write(
     model: LanguageModel,
     config: ModelConfig,
     source: Path,
-    tokenizer: Path | None,
+    given: TokenizerText | None,
 ) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
@@ -158,8 +160,8 @@ def _write(
         for name in (*CHAT, STARTS):
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        if given is not None:
+            (partial / TOKENIZER).write_text(given.text, encoding="utf-8")
         elif has_file(source / TOKENIZER):
             shutil.copyfile(source / TOKENIZER, partial / TOKENIZER)
         elif (read := read_tokenizer(source)) is not None:
