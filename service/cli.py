@@ -368,6 +368,7 @@ def convert(
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    family: options.ConvertedFamily = None,
     normalize_gates: options.NormalizeGates = None,
     norm_eps: options.NormEps = None,
     tokenizer: options.ConvertedTokenizer = None,
@@ -382,10 +383,11 @@ def convert(
     from service.text.tokenizer import Tokenizer
 
     if tokenizer is not None:
-        terminal_text.read_tokenizer(tokenizer)  # refused before anything is written
+        terminal_text.check_tokenizer(tokenizer)  # refused before anything is written
     config = run(
         source,
         destination,
+        family=family,
         dtype=dtype,
         normalize_gates=normalize_gates,
         norm_eps=norm_eps,

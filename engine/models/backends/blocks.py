@@ -11,7 +11,8 @@ or, in Mamba, a selective block, and in Mamba-2 an SSD block:
     x += out(selective recurrence(conv(in(norm(x)))))
     x += out(SSD recurrence(conv(in(norm(x)))))
 
-A backend compiles a model's program to blocks and names what its kernels lack.
+A backend compiles a model's program to blocks and names what its kernels lack. Layers of other
+stages, such as GRU's, and models without a last norm have no blocks.
 """
 
 from __future__ import annotations
@@ -249,6 +250,12 @@ def lower_bounds(blocks: Sequence[Block]) -> list[Tensor | None]:
     ]
 
 
+def last_norm(model: LanguageModel) -> nn.RMSNorm:
+    """Return the norm behind the last layer, which a model of blocks has (see `refusal`)."""
+    assert model.norm is not None
+    return model.norm
+
+
 def compile_blocks(model: LanguageModel) -> BlockModel:
     """Return the model as blocks; it must be one (see `refusal`)."""
     program = model.program()
@@ -407,12 +414,16 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
 
     The reason completes "not used: ".
     """
+    if model.config.cell not in support.cells:
+        return _other_cell(model.config.cell, support)
     program = model.program()
+    if program.norm is None:
+        return "no norm behind the last layer"
     try:
         if is_ssd(program):
-            return _ssd_refusal(model.config, program, support)
+            return _ssd_refusal(program, program.norm, model.config.norm_eps)
         if is_selective(program):
-            return _selective_refusal(model.config, program, support)
+            return _selective_refusal(program, program.norm, model.config.norm_eps)
         compiled = compile_blocks(model)
     except _OtherShapeError as error:
         return str(error)
@@ -434,19 +445,15 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     return _unlike([_shape(block) for block in blocks], norms, model.config.norm_eps)
 
 
-def _selective_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
-    if config.cell not in support.cells:
-        return _other_cell(config.cell, support)
+def _selective_refusal(program: ModelProgram, last: nn.RMSNorm, eps: float) -> str | None:
     blocks = compile_selective(program)
-    norms = [program.norm, *(block.norm for block in blocks)]
-    return _unlike([_selective_shape(block) for block in blocks], norms, config.norm_eps)
+    norms = [last, *(block.norm for block in blocks)]
+    return _unlike([_selective_shape(block) for block in blocks], norms, eps)
 
 
-def _ssd_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
-    if config.cell not in support.cells:
-        return _other_cell(config.cell, support)
+def _ssd_refusal(program: ModelProgram, last: nn.RMSNorm, eps: float) -> str | None:
     blocks = compile_ssd(program)
-    norms = [program.norm, *(block.norm for block in blocks)]
-    if any(block.recurrence.norm_eps != config.norm_eps for block in blocks):
+    norms = [last, *(block.norm for block in blocks)]
+    if any(block.recurrence.norm_eps != eps for block in blocks):
         return "norms of different epsilons"
-    return _unlike([_ssd_shape(block) for block in blocks], norms, config.norm_eps)
+    return _unlike([_ssd_shape(block) for block in blocks], norms, eps)

@@ -32,6 +32,7 @@ from engine.models.backends.blocks import (
     compile_ssd,
     is_selective,
     is_ssd,
+    last_norm,
     refusal,
 )
 from engine.models.language_model import LanguageModel
@@ -367,7 +368,7 @@ class _Writer:
 
     def _ends(self, model: LanguageModel, half: bool) -> None:
         self.table(model.embedding, half, tied=model.head is None)
-        self.vector(model.norm.weight)
+        self.vector(last_norm(model).weight)
         head: nn.Module = model.embedding if model.head is None else model.head
         self.matrix(head, half, bias=model.head_bias)
 

@@ -137,7 +137,7 @@ class LM(LanguageModel):
     vectors_of_layers = frozenset({"lower_bounds"})
 
     def __init__(self, config: MinRnnConfig, dropout: float = 0.0) -> None:
-        super().__init__(config, lambda: Layer(config, dropout))
+        super().__init__(config, lambda _: Layer(config, dropout))
         self.dropout = nn.Dropout(dropout)
         if config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
@@ -176,7 +176,7 @@ class LM(LanguageModel):
             own = {name: tensor[index] for name, tensor in before.items()}
             x, state = layer.read(x, per_channel, own, fresh)
             after.append(state)
-        hidden: Tensor = self.norm(x)
+        hidden = self.last_norm(x)
         logits = self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:-1], -1)
         return logits, {
             name: torch.stack([state[name].to(tensor.dtype) for state in after])
