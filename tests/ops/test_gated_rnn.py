@@ -167,7 +167,7 @@ def test_long_sequences(kind: str, device: str, dtype: torch.dtype) -> None:
 @devices
 def test_torchs_modules_give_the_same(form: str, kind: str, device: str) -> None:
     torch.manual_seed(0)
-    module = (nn.GRU if kind == "gru" else nn.LSTM)(12, 20, batch_first=True)
+    module: Any = (nn.GRU if kind == "gru" else nn.LSTM)(12, 20, batch_first=True)
     x = torch.randn(3, 19, 12)
     with torch.no_grad():
         want, _ = module(x)
@@ -195,7 +195,8 @@ def test_no_split_changes_a_bit(kind: str, device: str, dtype: torch.dtype, unit
     for split in (1, 2, 8):
         parts, now = torch.zeros_like(whole), case.states(device)
         for early in (True, False):
-            rows, ends = [], [0]
+            rows: list[int] = []
+            ends = [0]
             for begin, end in itertools.pairwise(edges):
                 middle = min(begin + split, end)
                 rows += range(begin, middle) if early else range(middle, end)
