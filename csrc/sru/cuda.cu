@@ -52,8 +52,12 @@ void launch(const SruArgs& args, int device, void* stream_handle) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
   with_form(args, [&](auto highway, auto tanh) {
     constexpr bool kHighway = decltype(highway)::value, kTanh = decltype(tanh)::value;
-    // A training scan keeps c, which chunks do not.
-    if (args.weight_c || args.c) return launch_form<T, kHighway, kTanh, false>(args, stream);
+    if (args.c) {
+      return launch_early<&sru_scan_kernel<T, kHighway, kTanh, false, true>>(
+          row_grid(args.layout.sequences + 1, args.layout.channels), stream, "SRU training scan",
+          args);
+    }
+    if (args.weight_c) return launch_form<T, kHighway, kTanh, false>(args, stream);
     launch_form<T, kHighway, kTanh, true>(args, stream);
   });
 }

@@ -129,14 +129,15 @@ __device__ __forceinline__ void zero_rows(const Stream& stream, std::int64_t beg
 }
 
 // Reads the rows [begin, end) of a channel from c. kAffine: gates do not see c, and each chunk from
-// `begin` on hands on its sums; otherwise nothing depends on where a call begins.
-template <class T, bool kHighway, bool kTanh, bool kAffine>
+// `begin` on hands on its sums; otherwise nothing depends on where a call begins. kKeeps: c of each
+// token is written, too.
+template <class T, bool kHighway, bool kTanh, bool kAffine, bool kKeeps>
 __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t channel,
                                               std::int64_t begin, std::int64_t end, float c) {
   const SruChannel<float> of = channel_of(args, channel);
   const SruLoad<T, kHighway> load(args, channel);
   T* const h = place<T>(args.h, 0, channel);
-  float* const kept = args.c ? args.c + channel : nullptr;
+  float* const kept = kKeeps ? args.c + channel : nullptr;
   AffineCarry chunk;
   float carry = c;
   for_tokens<SruInputs<T, kHighway>>(
@@ -150,7 +151,7 @@ __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t 
         } else {
           out = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x,
                                            c);
-          if (kept) kept[row * args.layout.channels] = c;
+          if constexpr (kKeeps) kept[row * args.layout.channels] = c;
         }
         from_lane(h + row * args.h.stride, out);
       },
@@ -163,7 +164,7 @@ __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t 
 }
 
 // Whole sequences: groups of rows are sequences, of which the last is the padding tail.
-template <class T, bool kHighway, bool kTanh, bool kAffine>
+template <class T, bool kHighway, bool kTanh, bool kAffine, bool kKeeps = false>
 __global__ void __launch_bounds__(kThreads, kSruBlocks)
     sru_scan_kernel(const __grid_constant__ SruArgs args) {
   const Layout& lay = args.layout;
@@ -174,11 +175,11 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
   const std::int64_t begin = lay.begin(s), end = lay.end(s), slot = lay.slot(s);
   if (begin >= end) return;
   if (slot < 0) {
-    if (args.c) zero_rows<float>({args.c, lay.channels}, begin, end, channel);
+    if (kKeeps) zero_rows<float>({args.c, lay.channels}, begin, end, channel);
     return zero_rows<T>(args.h, begin, end, channel);
   }
   float* const state = args.state + slot * args.slot_stride + channel;
-  *state = read_channel<T, kHighway, kTanh, kAffine>(args, channel, begin, end, *state);
+  *state = read_channel<T, kHighway, kTanh, kAffine, kKeeps>(args, channel, begin, end, *state);
 }
 
 // The rows of a chunk, none of a number that no chunk has; and its sequence.
@@ -272,8 +273,8 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
   const ChunkRows rows = rows_of_chunk(lay, number);
   if (rows.begin >= rows.end) return;
   if (lay.slot(rows.sequence) < 0) return zero_rows<T>(args.h, rows.begin, rows.end, channel);
-  read_channel<T, kHighway, kTanh, true>(args, channel, rows.begin, rows.end,
-                                         args.carries[number * lay.channels + channel]);
+  read_channel<T, kHighway, kTanh, true, false>(args, channel, rows.begin, rows.end,
+                                                args.carries[number * lay.channels + channel]);
 }
 
 // One token of every row of a batch.

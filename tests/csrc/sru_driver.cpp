@@ -308,7 +308,8 @@ class Driver {
     args.slot_stride = channels;
     args.c = room(given.c, std::vector<float>(at(lay.tokens * channels), NAN), write);
     const cuda::Grid grid = cuda::row_grid(lay.sequences + 1, channels);
-    launch("training scan", grid, [=] { cuda::sru_scan_kernel<T, kHighway, kTanh, false>(args); });
+    launch("training scan", grid,
+           [=] { cuda::sru_scan_kernel<T, kHighway, kTanh, false, true>(args); });
     emulator::run(static_cast<unsigned>(seed));
     const std::vector<float> c = given.c.from_device();
 
