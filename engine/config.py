@@ -177,6 +177,11 @@ class ModelConfig(ABC):
         return tuple(dict.fromkeys(self.eos_token_id))
 
     @property
+    def embedding_width(self) -> int:
+        """Width of the embedding and of the first layer's input; d_model if it is tied."""
+        return self.d_model
+
+    @property
     @abstractmethod
     def state(self) -> tuple[StateSpec, ...]:
         """The tensors of a sequence's state, in the order in which they are packed."""

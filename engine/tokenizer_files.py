@@ -1,4 +1,4 @@
-"""Finds and reads the tokenizer of a model folder, as the content of a tokenizer.json.
+"""Finds and reads the tokenizer of a model folder, or of a file, as a tokenizer.json's content.
 
 A folder without a tokenizer.json may have a SentencePiece tokenizer.model, which is converted each
 time it is read; nothing is written. This module does not import torch.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from engine.errors import CheckpointError
 from engine.model_files import has_file, unreadable
 from engine.sentencepiece_model import tokenizer_json
+from engine.vocabulary_files import is_tokenizer_json, vocabulary_json
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -36,8 +37,29 @@ def read_tokenizer(folder: Path) -> TokenizerText | None:
         return None
     if path.name == SENTENCEPIECE:
         return TokenizerText(path, json.dumps(tokenizer_json(path)))
+    return TokenizerText(path, _read(path))
+
+
+def read_tokenizer_file(path: Path) -> TokenizerText:
+    """Return the tokenizer of a file: a tokenizer.json, a SentencePiece model or a vocabulary.
+
+    A SentencePiece model is told by the ending `.model`; a vocabulary (engine/vocabulary_files.py)
+    is every other file that is no tokenizer.json. Raises CheckpointError as `read_tokenizer` does,
+    and if there is no file.
+    """
+    if not has_file(path):
+        raise CheckpointError(f"{path}: no such file")
+    if path.suffix == ".model":
+        return TokenizerText(path, json.dumps(tokenizer_json(path)))
+    text = _read(path)
+    if is_tokenizer_json(text):
+        return TokenizerText(path, text)
+    return TokenizerText(path, json.dumps(vocabulary_json(text, path)))
+
+
+def _read(path: Path) -> str:
     try:
-        return TokenizerText(path, path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:

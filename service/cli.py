@@ -368,8 +368,12 @@ def convert(
         ),
     ],
     destination: Annotated[Path, typer.Argument(help="The checkpoint folder to write.")],
+    family: options.ConvertedFamily = None,
     normalize_gates: options.NormalizeGates = None,
     norm_eps: options.NormEps = None,
+    tanh: options.Tanh = None,
+    skip_term: options.SkipTerm = None,
+    normalize_after: options.NormalizeAfter = None,
     tokenizer: options.ConvertedTokenizer = None,
     eos_token_id: options.EosTokenId = None,
     dtype: options.ConvertedDtype = None,
@@ -382,13 +386,17 @@ def convert(
     from service.text.tokenizer import Tokenizer
 
     if tokenizer is not None:
-        terminal_text.read_tokenizer(tokenizer)  # refused before anything is written
+        terminal_text.check_tokenizer(tokenizer)  # refused before anything is written
     config = run(
         source,
         destination,
+        family=family,
         dtype=dtype,
         normalize_gates=normalize_gates,
         norm_eps=norm_eps,
+        tanh=tanh,
+        skip_term=skip_term,
+        normalize_after=normalize_after,
         eos_token_id=eos_token_id or None,
         quantize=quantize,
         tokenizer=tokenizer,

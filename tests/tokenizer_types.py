@@ -25,6 +25,7 @@ from tokenizers import (
 from engine.models import loader as checkpoint
 from engine.models.minrnn.config import MinRnnConfig
 from engine.models.minrnn.lm import LM
+from engine.vocabulary_files import vocabulary_json
 
 TEXT = [
     "The quick brown fox quickly jumps over the lazy dog, don't you see? Yes, no; 1, 2, 3!",
@@ -243,12 +244,28 @@ def wordpiece() -> Tokenizer:
     return _around(library, "[CLS] $A [SEP]", "[CLS]", "[SEP]")
 
 
+def _of_vocabulary(tokens: list[str]) -> Tokenizer:
+    layout = vocabulary_json(json.dumps(tokens), Path("vocabulary.json"))
+    return Tokenizer.from_str(json.dumps(layout))
+
+
+def words() -> Tokenizer:
+    """A list of words with one for all others, and one for the end of a line."""
+    seen = dict.fromkeys(" ".join(TEXT).split())
+    return _of_vocabulary([*seen, "日本", "日本語", "<unk>", "<eos>"])
+
+
+def characters() -> Tokenizer:
+    """A list of characters with a token for all others."""
+    return _of_vocabulary([*sorted(set("".join(TEXT))), "<unk>"])
+
+
 TYPES: dict[str, Callable[[], Tokenizer]] = {
     make.__name__: make
     for make in (
         byte_level, byte_level_prefix_space, with_bos, with_bos_and_end, with_added_tokens,
         without_end, byte_level_in_parts, sentencepiece, sentencepiece_as_it_is, metaspace_first,
-        metaspace_always, unigram, unigram_words, wordpiece,
+        metaspace_always, unigram, unigram_words, wordpiece, words, characters,
     )
 }  # fmt: skip
 # The special token that ends a text, and the chat template.

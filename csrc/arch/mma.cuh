@@ -66,6 +66,15 @@ __device__ __forceinline__ void mma_bf16(float (&sums)[4], const uint4& w, unsig
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
+// The same in float16.
+__device__ __forceinline__ void mma_f16(float (&sums)[4], const uint4& w, unsigned x0,
+                                        unsigned x1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
+}
+
 // 16 rows of 32 8-bit weights times eight columns of inputs.
 __device__ __forceinline__ void mma_8_bit(int (&sums)[4], const uint4& w, unsigned x0,
                                           unsigned x1) {

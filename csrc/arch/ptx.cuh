@@ -27,9 +27,11 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return y;
 }
 
-// --- what tests count, of which nothing is left here
+// --- what tests count or need, of which nothing is left here
 
 __device__ __forceinline__ void note_detour() {}
+// In a loop that waits for what another block writes.
+__device__ __forceinline__ void look_again() {}
 
 // --- additions to shared memory, to the word that is so many bytes behind `shared`
 
@@ -126,6 +128,26 @@ __device__ __forceinline__ void store_relaxed(void* at, unsigned long long low,
           at),
       "l"(low), "l"(high)
       : "memory");
+}
+
+// Sixteen bytes, of which each word of eight is whole.
+__device__ __forceinline__ uint4 load_relaxed_16(const void* at) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(at)
+               : "memory");
+  return words;
+}
+// A word that publishes: who loads it with load_acquire() sees all that this thread, and those
+// whom it has met at a barrier, stored before.
+__device__ __forceinline__ void store_release(void* at, unsigned long long bits) {
+  asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(bits) : "memory");
+}
+__device__ __forceinline__ unsigned long long load_acquire(const void* at) {
+  unsigned long long bits;
+  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(bits) : "l"(at) : "memory");
+  return bits;
 }
 
 // --- named barriers, at which kThreads of a block meet, in whole warps; 0 is that of __syncthreads

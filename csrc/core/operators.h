@@ -62,6 +62,31 @@ Tensor ssd_step(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor
                 const Tensor& C, const Tensor& D, const Tensor& dt_bias,
                 const std::vector<double>& dt_limit, const Tensor& state, const Tensor& slots);
 
+Tensor sru_scan(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
+                const Tensor& bias, const Tensor& cu_seqlens, const Tensor& state,
+                const Tensor& slots, double scale_x, bool tanh);
+Tensor sru_step(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
+                const Tensor& bias, const Tensor& state, const Tensor& slots, double scale_x,
+                bool tanh);
+std::tuple<Tensor, Tensor, Tensor> sru_scan_train(const Tensor& u, const MaybeTensor& x,
+                                                  const MaybeTensor& weight_c, const Tensor& bias,
+                                                  const Tensor& cu_seqlens, const MaybeTensor& c0,
+                                                  double scale_x, bool tanh);
+std::tuple<Tensor, Tensor, Tensor, Tensor> sru_scan_train_backward(
+    const Tensor& grad_h, const MaybeTensor& grad_last, const Tensor& u, const MaybeTensor& x,
+    const MaybeTensor& weight_c, const Tensor& bias, const Tensor& cu_seqlens, const Tensor& c,
+    const MaybeTensor& c0, double scale_x, bool tanh);
+
+Tensor gru_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& slots);
+Tensor gru_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                const Tensor& slots);
+Tensor lstm_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
+                 const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& cell,
+                 const Tensor& slots);
+Tensor lstm_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,
+                 const Tensor& cell, const Tensor& slots);
+
 void adjust_(const Tensor& logits, const Tensor& tokens, const Tensor& slots,
              const Tensor& positions, const Tensor& records, const MaybeTensor& masks,
              const MaybeTensor& mask_of);
@@ -76,10 +101,11 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
                  std::int64_t zeros);
 Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
                const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
-               const MaybeTensor& f_conv);
+               const MaybeTensor& f_conv, const MaybeTensor& memory);
 Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,
                   const Tensor& weights, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv);
+                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv,
+                  const MaybeTensor& memory);
 Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
 std::tuple<std::int64_t, std::int64_t> cell_traits(const std::string& cell);

@@ -1,98 +1,26 @@
 // The whole language model as operators on the CPU: a step, a prefill, logits.
 #include <algorithm>
-#include <chrono>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#include <thread>
-#endif
 
 #include "../core/cpu_isa.h"
 #include "../core/operators.h"
+#include "../cpu_product/run_in_team.h"
+#include "../gated_rnn/runs.h"
 #include "plan_check.h"
 
 namespace minserve {
 
-#if defined(__linux__)
-void sleep_while(const std::int32_t* at, std::int32_t value) {
-  syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
-}
-void wake_sleepers(const std::int32_t* at) {
-  syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-}
-#else
-void sleep_while(const std::int32_t*, std::int32_t) {
-  std::this_thread::yield();
-}
-void wake_sleepers(const std::int32_t*) {}
-#endif
-
 namespace {
-
-constexpr std::int64_t kClosed = std::int64_t{1} << 32;
-// How long the first thread waits for the others. Threads that sleep take some 50 us to come.
-constexpr auto kJoiningTime = std::chrono::milliseconds(1);
-// Weights per thread and row below which another one costs more than it brings.
-constexpr std::int64_t kGrainBytes = 48 * 1024;
-
-// The number of a new thread, or -1 when the team is closed; see thread_team.h.
-std::int64_t join(ThreadTeam& team, bool first, std::int64_t pieces, std::int64_t wanted) {
-  const std::int64_t me = __atomic_fetch_add(&team.joined, 1, __ATOMIC_ACQ_REL);
-  if (me >= kClosed) return -1;
-  __atomic_fetch_add(&team.claimed, pieces, __ATOMIC_ACQ_REL);
-  if (!first) {
-    team.passed.wait_while(0, nullptr, 0);
-    return me;
-  }
-  const auto last_call = std::chrono::steady_clock::now() + kJoiningTime;
-  while (__atomic_load_n(&team.claimed, __ATOMIC_ACQUIRE) < wanted &&
-         std::chrono::steady_clock::now() < last_call) {
-    spin_pause();
-  }
-  team.size =
-      static_cast<std::int32_t>(__atomic_fetch_add(&team.joined, kClosed, __ATOMIC_ACQ_REL));
-  team.passed.set(1);
-  return me;
-}
-
-struct Calls {  // of one instruction set
-  CpuModelFn run;
-  FedBytesFn fed_bytes;
-};
-Calls calls() {
-#if defined(MINSERVE_X86)
-  switch (isa()) {
-#if defined(MINSERVE_AMX)
-    case Isa::amx:
-      return {&amx::run_cpu_model, &amx::fed_bytes};
-#endif
-    case Isa::avx512_bf16:
-      return {&avx512_bf16::run_cpu_model, &avx512_bf16::fed_bytes};
-    case Isa::avx512:
-      return {&avx512::run_cpu_model, &avx512::fed_bytes};
-    case Isa::avx2:
-      return {&avx2::run_cpu_model, &avx2::fed_bytes};
-    default:
-      break;
-  }
-#endif
-  return {&generic::run_cpu_model, &generic::fed_bytes};
-}
 
 // One call: the model, the tensors that every part shares, and the memory between its phases.
 class Call {
  public:
   Call(const Check& check, const Tensor& weights, const Tensor& plan, const Tensor& like,
        std::int64_t rows)
-      : check_(check), model_(read_plan(check, weights, plan)), like_(like), calls_(calls()) {
+      : check_(check), model_(read_plan(check, weights, plan)), like_(like) {
     work.plan = &model_.plan;
     work.layers = model_.layers.data();
     work.rows = rows;
-    const std::int64_t wide = std::max<std::int64_t>(1, model_.weight_bytes / kGrainBytes) *
-                              std::max<std::int64_t>(1, rows / 4);
-    threads_ = std::clamp<std::int64_t>(torch::stable::get_num_threads(), 1, wide);
+    threads_ = threads_worth(model_.weight_bytes, rows);
   }
   const Plan& plan() const { return model_.plan; }
 
@@ -108,16 +36,22 @@ class Call {
   }
   void use_buffers() {
     const Plan& p = plan();
-    const std::int64_t element = calls_.fed_bytes(p.half), rows = work.rows;
+    const std::int64_t element = MS_BY_PRODUCT_ISA(fed_bytes)(p.half), rows = work.rows;
     const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
     const std::int64_t own = threads_ * kOwnRows * fed_row_bytes(p.width, element);
-    work.buffers.x = floats(rows * p.width);
+    const std::int64_t widest = std::max(p.width, p.embedding_width);
+    work.buffers.x = floats(rows * p.embedding_width);
     char* at = reinterpret_cast<char*>(
-        floats((bytes(p.width) + bytes(p.inner) + bytes(p.hidden) + own) / 4));
+        floats((bytes(widest) + bytes(p.inner) + bytes(p.hidden) + own) / 4));
     work.buffers.fed = at;
-    work.buffers.h = at += bytes(p.width);
+    work.buffers.h = at += bytes(widest);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
+    if (p.rnn_gates > 0 && work.tokens) {
+      work.buffers.pre = floats(rows * p.rnn_gates * up_to(p.inner, kPanel));
+      work.buffers.carried = reinterpret_cast<char*>(
+          floats(p.layers * 2 * work.run_count * fed_row_bytes(p.inner, element) / 4));
+    }
     if (p.states > 0) work.buffers.gate = floats(rows * up_to(p.inner, kPanel));
     if (p.heads > 0) {
       work.buffers.ssd = floats(rows * ssd_columns(p));
@@ -137,8 +71,23 @@ class Call {
       work.buffers.scales = floats(threads_ * rows);
     }
   }
+  // The sequences of a layout with all of which is said of them, for GRU and LSTM.
+  void use_runs() {
+    if (plan().rnn_gates == 0) return;
+    if (work.layout.cu_seqlens) {
+      runs_ = gated_runs(work.layout);
+    } else {
+      for (std::int64_t row = 0; row < work.rows; ++row) {
+        runs_.runs.push_back({row, 1, work.layout.slot(row)});
+      }
+    }
+    work.runs = runs_.runs.data();
+    work.run_count = static_cast<std::int64_t>(runs_.runs.size());
+    work.skipped = runs_.skipped.data();
+    work.skipped_count = static_cast<std::int64_t>(runs_.skipped.size());
+  }
   void use_state(const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
-                 const MaybeTensor& f_conv) {
+                 const MaybeTensor& f_conv, const MaybeTensor& memory) {
     const Plan& p = plan();
     if (p.heads > 0) {
       work.half_cell = cell.scalar_type() == ScalarType::BFloat16;
@@ -167,6 +116,17 @@ class Call {
     work.cell = cell.mutable_data_ptr();
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
+    check_.require(memory.has_value() == (p.rnn_gates == kLstmGates),
+                   "memory must be given for a model of LSTM layers, and only for one");
+    if (memory) {
+      check_.tensor(*memory, "memory", ScalarType::Float, {p.layers, cell.size(1), p.inner},
+                    "[layers, slots, inner]");
+      check_.require(p.inner == 1 || memory->stride(2) == 1,
+                     "memory is changed in place, so its last dimension must be contiguous");
+      work.memory = static_cast<float*>(memory->mutable_data_ptr());
+      work.memory_layer = memory->stride(0);
+      work.memory_slot = memory->stride(1);
+    }
     if (p.states > 0) {
       work.gate_convs[0] =
           windows(conv, "conv", p.gate_taps, model_.layers[0].gate_convs[0].channels, cell.size(1));
@@ -179,11 +139,8 @@ class Call {
   }
 
   void run() {
-    ThreadTeam team;
-    torch::stable::parallel_for(0, threads_, 1, [&](std::int64_t begin, std::int64_t end) {
-      const std::int64_t me = join(team, begin == 0, end - begin, threads_);
-      if (me >= 0) calls_.run(work, team, me);
-    });
+    const CpuModelFn run = MS_BY_PRODUCT_ISA(run_cpu_model);
+    run_in_team(threads_, [&](ThreadTeam& team, std::int64_t thread) { run(work, team, thread); });
   }
 
   Work work;
@@ -205,9 +162,9 @@ class Call {
   const Check& check_;
   PackedModel model_;
   const Tensor& like_;
-  Calls calls_;
   std::int64_t threads_ = 1;
   std::vector<Tensor> kept_;
+  GatedRuns runs_;
 };
 
 // Tokens of rows that are read must be in range: they index memory.
@@ -234,7 +191,7 @@ void check_token_type(const Check& check, const Tensor& tokens, const char* shap
 
 Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tensor& weights,
                const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
-               const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
+               const MaybeTensor& i_conv, const MaybeTensor& f_conv, const MaybeTensor& memory) {
   const Check check("lm_step", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[batch]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -242,13 +199,14 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
   const std::int64_t batch = tokens.size(0);
   Call call(check, weights, plan, tokens, batch);
   const Plan& p = call.plan();
-  call.use_state(cell, conv, i_conv, f_conv);
+  call.use_state(cell, conv, i_conv, f_conv, memory);
   Work& work = call.work;
   work.layout = step_layout(check, slots, cell.size(1), batch, p.inner);
   check_tokens(check, tokens, p.vocab, work.layout.slots);
   Tensor logits = torch::stable::new_empty(tokens, {batch, p.vocab}, ScalarType::Float);
   if (batch == 0) return logits;
   call.use_tokens(tokens);
+  call.use_runs();
   call.use_buffers();
   work.logits = static_cast<float*>(logits.mutable_data_ptr());
   call.run();
@@ -257,7 +215,8 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
 
 Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tensor& slots_given,
                   const Tensor& weights, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
+                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv,
+                  const MaybeTensor& memory) {
   const Check check("lm_prefill", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[tokens]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -266,13 +225,14 @@ Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tens
   const std::int64_t rows = tokens.size(0);
   Call call(check, weights, plan, tokens, rows);
   const Plan& p = call.plan();
-  call.use_state(cell, conv, i_conv, f_conv);
+  call.use_state(cell, conv, i_conv, f_conv, memory);
   Work& work = call.work;
   work.layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
   check_tokens(check, tokens, p.vocab, nullptr);
   Tensor hidden = torch::stable::new_empty(tokens, {rows, p.width}, ScalarType::Float);
   if (rows == 0) return hidden;
   call.use_tokens(tokens);
+  call.use_runs();
   call.use_buffers();
   work.normed = static_cast<float*>(hidden.mutable_data_ptr());
   call.run();

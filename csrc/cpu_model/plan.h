@@ -1,56 +1,20 @@
 // A packed language model in memory, and the work of one call on it. No torch in here.
 //
-// All weights lie in one block of memory (engine/models/backends/cpu.py writes it). A matrix of
-// `outputs` x `inputs` is cut into panels of 16 outputs, four panels to a group (three where three
-// gates lie side by side); a group is stored step after step along the inputs, all its panels side
-// by side, so that whoever multiplies with neighbouring outputs reads memory in one straight run:
-//   float32   a step is one input:  [panel][16 outputs]
-//   bfloat16  a step is two inputs: [panel][16 outputs][2 inputs]
-//   int8      a step is two inputs: [panel][2 inputs][16 outputs]
-// Outputs beyond the last, and an odd last input's partner, are zeros. Vectors (biases, scales,
-// norms) are fp32, padded with zeros to whole panels and in the order of the panels.
+// All weights lie in one block of memory (engine/models/backends/cpu.py writes it), each matrix as
+// csrc/cpu_product/matrix.h has it. Vectors (biases, scales, norms) are fp32, padded with zeros to
+// whole panels and in the order of the panels.
 #pragma once
 
 #include "../cells/kind.h"
 #include "../core/types.h"
+#include "../cpu_product/isa.h"
+#include "../cpu_product/matrix.h"
+#include "../cpu_product/thread_team.h"
+#include "../gated_rnn/args.h"
 #include "../selective/args.h"
 #include "../ssd/args.h"
-#include "thread_team.h"
 
 namespace minserve {
-
-constexpr std::int64_t kPanel = 16;      // outputs of a panel
-constexpr std::int64_t kMostPanels = 4;  // of a group
-
-MS_HD std::int64_t up_to(std::int64_t n, std::int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
-enum class Kind : std::int64_t { f32 = 0, bf16 = 1, i8 = 2 };
-
-struct Matrix {
-  const char* data = nullptr;  // null: there is none
-  const float* scale = nullptr;
-  const float* bias = nullptr;
-  Kind stored = Kind::f32;
-  std::int64_t inputs = 0;
-  std::int64_t outputs = 0;  // of each gate
-  std::int64_t gates = 1;    // matrices whose panels alternate
-  bool in_order = false;     // a prompt's rows come one after the other, to one thread
-
-  std::int64_t panels() const { return gates * ((outputs + kPanel - 1) / kPanel); }
-  std::int64_t group() const { return gates == 3 ? 3 : kMostPanels; }
-  std::int64_t steps() const { return stored == Kind::f32 ? inputs : (inputs + 1) / 2; }
-  std::int64_t step_bytes() const { return stored == Kind::i8 ? 2 * kPanel : 4 * kPanel; }
-  std::int64_t bytes() const { return panels() * steps() * step_bytes(); }
-  // Where panel `panel` begins, and how far its steps lie apart.
-  const char* at(std::int64_t panel, std::int64_t& stride) const {
-    const std::int64_t first = panel / group() * group();
-    const std::int64_t together = panels() - first < group() ? panels() - first : group();
-    stride = together * step_bytes();
-    return data + first * steps() * step_bytes() + (panel - first) * step_bytes();
-  }
-};
 
 // A causal depthwise convolution.
 struct Convolution {
@@ -81,7 +45,9 @@ struct LayerPlan {
   // gate_convs[0] is that of x B C:
   const float* dt_bias = nullptr;     // [heads]
   const float* gated_norm = nullptr;  // [inner]
-  Matrix out;                         // no data: identity
+  // Of GRU's and LSTM's layers, whose `gates` give W x + b: U and c.
+  Matrix recurrent;
+  Matrix out;  // no data: identity
   const float* mlp_norm = nullptr;
   Matrix up, down;  // no data: no MLP
 };
@@ -99,22 +65,20 @@ struct Plan {
   std::int64_t heads = 0, head_dim = 0;
   std::int64_t groups = 0;          // which divide the heads
   float least_dt = 0, most_dt = 0;  // behind softplus
+  // Of GRU's and LSTM's layers, gates of a unit; 0: these are others. They have no norms and no
+  // residual stream, and their input may be wider or narrower than they are.
+  std::int64_t rnn_gates = 0;
+  std::int64_t embedding_width = 0;  // `width`, but for these
   bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
   float eps = 0;
-  // Rows [vocab, width] as `embedding_stored`; null: the head's matrix holds them.
+  // Rows [vocab, embedding_width] as `embedding_stored`; null: the head's matrix holds them.
   const char* embedding = nullptr;
   const float* embedding_scale = nullptr;
   Kind embedding_stored = Kind::f32;
   const float* norm = nullptr;
   Matrix head;
 };
-
-// Bytes from one row of what feeds a matrix to the next: whole panels, and a line more, without
-// which all rows of many a width would take turns in a few sets of the first-level cache.
-MS_HD std::int64_t fed_row_bytes(std::int64_t width, std::int64_t element) {
-  return up_to(up_to(width, kPanel) * element, 64) + 64;
-}
 
 MS_HD std::int64_t selected_row_bytes(const Plan& plan, std::int64_t element) {
   return fed_row_bytes(plan.rank, element) + up_to(2 * plan.states, kPanel) * 4;
@@ -131,8 +95,8 @@ MS_HD std::int64_t ssd_columns(const Plan& plan) {
 // Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
-  float* x = nullptr;     // [rows, width]: the residual stream
-  char* fed = nullptr;    // [rows, width]: what a matrix of `width` inputs reads
+  float* x = nullptr;     // [rows, embedding_width]: the residual stream
+  char* fed = nullptr;    // [rows, width or embedding_width]: what a matrix of so many inputs reads
   char* h = nullptr;      // [rows, inner]
   char* mlp = nullptr;    // [rows, hidden]
   char* own = nullptr;    // per thread [kOwnRows, width]
@@ -147,6 +111,9 @@ struct Buffers {
   char* selected = nullptr;
   char* own_selected = nullptr;
   float* own_states = nullptr;  // per thread those of a group of panels, where `cell` is bfloat16
+  // Of GRU's and LSTM's layers, which write h to `h` and `fed` in turn:
+  float* pre = nullptr;     // [rows, panels of gates]: W x + b
+  char* carried = nullptr;  // [layers, 2, runs, inner]: h before a step, and after it
   // Of cells with an output gate:
   float* squares = nullptr;  // [rows, panels of inner]: sums over h * h
   float* scales = nullptr;   // per thread [rows]
@@ -174,10 +141,17 @@ struct Work {
   bool long_tokens = false;
   // Of the sequences that rows are of, each one's in a step; their states move on.
   Layout layout;
+  // The same for GRU and LSTM; in a step every row is a run, with or without a slot.
+  const GatedRun* runs = nullptr;
+  std::int64_t run_count = 0;
+  const SkippedRows* skipped = nullptr;
+  std::int64_t skipped_count = 0;
   // [layers, slots, inner]; of Mamba and Mamba-2 [layers, slots, inner, states], fp32 or bfloat16.
   void* cell = nullptr;
   bool half_cell = false;
   std::int64_t cell_layer = 0, cell_slot = 0;
+  float* memory = nullptr;  // c of an LSTM, [layers, slots, inner], whose h is in `cell`
+  std::int64_t memory_layer = 0, memory_slot = 0;
   Windows conv;                      // of width
   Windows gate_convs[kGatedInputs];  // of inner; of Mamba-2 x | B | C
   SsdFn ssd = nullptr;               // Mamba-2's recurrence, of fp32 streams
@@ -187,19 +161,10 @@ struct Work {
 };
 
 using CpuModelFn = void (*)(const Work&, ThreadTeam&, std::int64_t thread);
-// Bytes of an element that feeds matrices: instruction sets differ in how they keep bfloat16.
-using FedBytesFn = std::int64_t (*)(bool half);
 
-#define MS_DECLARE_CPU_MODEL(isa)                                              \
-  namespace isa {                                                              \
-  void run_cpu_model(const Work& work, ThreadTeam& team, std::int64_t thread); \
-  std::int64_t fed_bytes(bool half);                                           \
-  }
-MS_DECLARE_CPU_MODEL(generic)
-MS_DECLARE_CPU_MODEL(avx2)
-MS_DECLARE_CPU_MODEL(avx512)
-MS_DECLARE_CPU_MODEL(avx512_bf16)
-MS_DECLARE_CPU_MODEL(amx)
-#undef MS_DECLARE_CPU_MODEL
+// fed_bytes: of an element that feeds matrices; instruction sets differ in how they keep bfloat16.
+MS_DECLARE_PER_PRODUCT_ISA(void run_cpu_model(const Work& work, ThreadTeam& team,
+                                              std::int64_t thread);
+                           std::int64_t fed_bytes(bool half);)
 
 }  // namespace minserve

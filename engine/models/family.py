@@ -29,11 +29,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The stored tensors of a published folder of which each of a model is made.
+    """The stored tensors, of a published folder or a state dict, of which each of a model is made.
 
     Args:
         tensors: for each tensor of the model's state dict the stored ones, which are concatenated
-            along the first dimension and then reshaped to the model's shape.
+            along the first dimension and then reshaped to the model's shape. None: the tensor is
+            zero.
         ignored: names of stored tensors that hold nothing new, such as the head of a model whose
             head is the embedding. They may be there or not.
         changes: for some tensors of the model, what is done to the values after they were
@@ -50,6 +51,8 @@ class WeightMap:
         `shape` is the model's; `read` returns a stored tensor by its name.
         """
         parts = [read(part.name) for part in self.tensors[name]]
+        if not parts:
+            return torch.zeros(*shape)
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         if name in self.changes:
             tensor = self.changes[name](tensor)
@@ -67,9 +70,9 @@ def with_published_names(error: ConfigError, names: Mapping[str, str]) -> Config
 
 
 class Family(ABC):
-    """A family of models, one folder beside this file."""
+    """A family of models, in a folder beside this file."""
 
-    name: ClassVar[str]  # name of the folder
+    name: ClassVar[str]  # `family` of a config.json in minserve's form
     config_class: ClassVar[type[ModelConfig]]
     # `model_type` and `architectures` of the config.json files that other projects write
     model_types: ClassVar[frozenset[str]] = frozenset()
@@ -78,6 +81,11 @@ class Family(ABC):
     marks: ClassVar[frozenset[str]] = frozenset()
     # `architectures` that are named like the family's and are not served, each with the reason
     refused: ClassVar[Mapping[str, str]] = {}
+
+    # whether the family has layouts of state dicts, files of weights without a config.json
+    reads_state_dicts: ClassVar[bool] = False
+    # fields of its config that a state dict does not show, and that whoever converts it may give
+    state_dict_options: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def build(self, config: ModelConfig) -> LanguageModel:
@@ -121,5 +129,29 @@ class Family(ABC):
 
         `stored` has the shapes of the folder's tensors by name: published forms may differ in
         which tensors they have. Missing and surplus tensors are the loader's to report.
+        """
+        raise NotImplementedError
+
+    def recognises(self, stored: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether a state dict, of tensors with these shapes, is probably one of the family.
+
+        At most one family may say so. Every other state dict is taken for one of the default
+        family, unless the family is named.
+        """
+        return False
+
+    def state_dict_layout(
+        self, stored: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> tuple[ModelConfig, WeightMap]:
+        """Return the config that a state dict shows, and where the model's tensors are.
+
+        Args:
+            stored: the tensors.
+            options: some of `state_dict_options`, which replace what names and shapes show.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown or of a shape that contradicts the others;
+                it names that tensor.
+            ConfigError: no model of the family has such shapes or options.
         """
         raise NotImplementedError

@@ -1,9 +1,10 @@
 """LanguageModel: the base class of every family's model in plain torch.
 
 A model is an embedding, layers, a last norm and a head (the embedding's matrix if tied). Families
-differ in their layers. Three methods compute the same function: `prefill` (packed prompts, state in
-place), `step` (one token of every sequence, state in place) and `forward` (differentiable).
-`prefill`, `step` and `logits` never wait for the device, so they can be captured in a CUDA graph.
+differ in their layers; some have no last norm, or an embedding of another width. Three methods
+compute the same function: `prefill` (packed prompts, state in place), `step` (one token of every
+sequence, state in place) and `forward` (differentiable). `prefill`, `step` and `logits` never wait
+for the device, so they can be captured in a CUDA graph.
 
 With `config.quantization` the matrices of layers and head are quantised, or the embedding if it is
 the head. An untied embedding (of which a token reads one row), norms, biases, convolution taps and
@@ -22,15 +23,17 @@ from torch.nn import functional
 
 from engine.config import ModelConfig
 from engine.models.program import LayerProgram, ModelProgram
+from engine.models.quantize import QUANTIZED_DTYPES
 from engine.models.quantized import QuantEmbedding, QuantLinear, linear
 from engine.models.state import ModelState, new_state
 
 
 class RecurrentLayer(nn.Module, ABC):
-    """One residual layer; `scan`, `step` and `forward` compute the same function.
+    """One layer; `scan`, `step` and `forward` compute the same function.
 
-    `state` has the layer's state tensors [rows, *shape] by name, updated in place. `per_channel`
-    is the layer's entry of `LanguageModel.channel_parameters`.
+    x is [..., d_model], that of the first layer [..., embedding_width]. `state` has the layer's
+    state tensors [rows, *shape] by name, updated in place. `per_channel` is the layer's entry of
+    `LanguageModel.channel_parameters`.
     """
 
     @abstractmethod
@@ -64,8 +67,10 @@ class LanguageModel(nn.Module, ABC):
 
     Args:
         config: the model's shape.
-        layer: makes one layer.
+        layer: makes the layer of an index, from 0.
     """
+
+    has_last_norm: ClassVar[bool] = True
 
     # names of parameters [layers, channels] that are a vector of each layer instead of a matrix
     vectors_of_layers: ClassVar[frozenset[str]] = frozenset()
@@ -74,12 +79,14 @@ class LanguageModel(nn.Module, ABC):
     # ends of the names of parameters that are held and stored in float32 beside 16-bit weights
     float32_parameters: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: ModelConfig, layer: Callable[[], RecurrentLayer]) -> None:
+    def __init__(self, config: ModelConfig, layer: Callable[[int], RecurrentLayer]) -> None:
         super().__init__()
         self.config = config
         self.embedding = _embedding(config)
-        self.layers = nn.ModuleList(layer() for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
+        self.layers = nn.ModuleList(map(layer, range(config.n_layers)))
+        self.norm: nn.RMSNorm | None = None
+        if self.has_last_norm:
+            self.norm = nn.RMSNorm(config.d_model, eps=config.norm_eps)
         self.head: nn.Linear | QuantLinear | None = None
         self.head_bias: nn.Parameter | None = None
         if not config.tie_embeddings:
@@ -89,6 +96,30 @@ class LanguageModel(nn.Module, ABC):
     def recurrent_layers(self) -> Sequence[RecurrentLayer]:
         """The layers, with their type."""
         return cast("Sequence[RecurrentLayer]", self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.embedding.weight.device
+
+    @property
+    def activations(self) -> torch.dtype:
+        """Type of the activations: that of the weights that are not quantised."""
+        if self.norm is not None:
+            return self.norm.weight.dtype
+        return next(
+            weight.dtype
+            for name, weight in self.named_parameters()
+            if weight.dtype not in QUANTIZED_DTYPES.values()
+            and not name.endswith(self.float32_parameters)
+        )
+
+    def last_norm(self, x: Tensor) -> Tensor:
+        """Norm x [..., d_model] behind the last layer, if the model has such a norm."""
+        if self.norm is None:
+            return x
+        normed: Tensor = self.norm(x)
+        return normed
 
     @torch.no_grad()
     def prefill(
@@ -110,15 +141,14 @@ class LanguageModel(nn.Module, ABC):
                 None: it is computed again.
 
         Returns:
-            Hidden states after the final norm [tokens, d_model].
+            Hidden states [tokens, d_model], after the last norm if there is one.
         """
         x = self.embed(tokens)  # [tokens, d_model]
         if per_channel is None:
             per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
             x = layer.scan(x, state.layer(index), cu_seqlens, slots, per_channel[index])
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return self.last_norm(x)
 
     @torch.no_grad()
     def step(
@@ -130,22 +160,21 @@ class LanguageModel(nn.Module, ABC):
     ) -> Tensor:
         """Read one token of every sequence; updates `state` in place.
 
-        tokens [batch], slots [batch] int32 -> hidden states after the final norm [batch, d_model].
-        `per_channel` is as for `prefill`.
+        tokens [batch], slots [batch] int32 -> hidden states [batch, d_model], as those of `prefill`
+        (and `per_channel` is as there).
         """
         x = self.embed(tokens)  # [batch, d_model]
         if per_channel is None:
             per_channel = self.channel_parameters()
         for index, layer in enumerate(self.recurrent_layers):
             x = layer.step(x, state.layer(index), slots, per_channel[index])
-        hidden: Tensor = self.norm(x)
-        return hidden
+        return self.last_norm(x)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Look up tokens [...]; return [..., d_model] in the type of the activations."""
+        """Look up tokens [...]; return [..., embedding_width], of the type `activations`."""
         x: Tensor
         if isinstance(self.embedding, QuantEmbedding):
-            x = self.embedding(tokens, self.norm.weight.dtype)
+            x = self.embedding(tokens, self.activations)
         else:
             x = self.embedding(tokens)
         return x
@@ -177,10 +206,10 @@ class LanguageModel(nn.Module, ABC):
         return self._read(self.embed(tokens))
 
     def _read(self, x: Tensor) -> Tensor:
-        """Return the logits [batch, time, vocab_size] of embedded tokens [batch, time, d_model]."""
+        """Return the logits [batch, time, vocab_size] of embedded tokens [batch, time, width]."""
         for layer, per_channel in zip(self.layers, self.channel_parameters(), strict=True):
             x = layer(x, per_channel)
-        hidden: Tensor = self.norm(x)
+        hidden = self.last_norm(x)
         return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:-1], -1)
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
@@ -198,9 +227,8 @@ class LanguageModel(nn.Module, ABC):
 
     def new_state(self, rows: int) -> ModelState:
         """Return the state of `rows` sequences that have read nothing."""
-        weight = self.embedding.weight
-        state = new_state(self.config.state, rows, self.initial_state(), weight.device)
-        if weight.dtype == torch.float64:
+        state = new_state(self.config.state, rows, self.initial_state(), self.device)
+        if self.activations == torch.float64:
             state = ModelState({name: tensor.double() for name, tensor in state.named.items()})
         return state
 
@@ -228,8 +256,8 @@ def _embedding(config: ModelConfig) -> nn.Embedding | QuantEmbedding:
     deviation sqrt(d_model). It is therefore initialized from N(0, 1 / d_model), which makes that 1.
     """
     if config.quantization is not None and config.tie_embeddings:
-        return QuantEmbedding(config.vocab_size, config.d_model, config.quantization)
-    weight = torch.empty(config.vocab_size, config.d_model)
+        return QuantEmbedding(config.vocab_size, config.embedding_width, config.quantization)
+    weight = torch.empty(config.vocab_size, config.embedding_width)
     # on the meta device, normal_ imports torch's compiler, which takes a second
     if not weight.is_meta:
         nn.init.normal_(weight, std=config.d_model**-0.5 if config.tie_embeddings else 1.0)

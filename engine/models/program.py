@@ -5,9 +5,9 @@ in a form that backends can read: a backend compiles the stages that it has kern
 others by name (engine/models/backends/blocks.py). Stages hold the model's own modules, so a backend
 that changes or moves weights changes the model's.
 
-A value flows from stage to stage: Norm begins with the residual stream x, every other stage takes
-the value of the one before, and Residual adds it to x. A convolution before the first norm begins
-with x, too.
+A value flows from stage to stage: the first stage of a layer and every Norm begin with the layers'
+stream x, any other stage takes the value of the one before. Residual adds the value to x, and
+Replace puts it in the place of x, where layers have no residual stream.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from engine.models.quantized import QuantEmbedding, QuantLinear
 
+GatedCell = Literal["gru", "lstm"]
 Activation = Literal["gelu", "swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm of the residual stream: x -> [tokens, d_model]."""
+    """RMSNorm of the stream: x -> [tokens, d_model]."""
 
     module: nn.RMSNorm
 
@@ -64,6 +65,8 @@ class Recurrence:
         normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
         lower_bound: HGRN: the least forget gate of every channel, fp32 [channels], computed from
             the weights as they were when the program was made; None: 0.
+        vectors: SRU: what the gates see of the state and their biases, v_f | v_r | b_f | b_r, fp32
+            [4 * channels], as they were when the program was made.
     """
 
     cell: str
@@ -71,6 +74,7 @@ class Recurrence:
     linear_candidate: bool = False
     normalize_gates: bool = True
     lower_bound: Tensor | None = field(default=None, compare=False)
+    vectors: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,56 @@ class SsdRecurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedRecurrence:
+    """GRU or LSTM over time: input products [tokens, gates * channels] -> h [tokens, channels].
+
+    Each step adds its recurrent product, `recurrent` of the last h, to the input products, which
+    have their own bias (engine/ops/gated_rnn.py).
+
+    Args:
+        cell: the cell, with torch.nn's equations and order of gates.
+        recurrent: [gates * channels, channels] with bias.
+        hidden: name of the state tensor [channels] with h.
+        memory: LSTM: name of the state tensor [channels] with c; None: there is none.
+    """
+
+    cell: GatedCell
+    recurrent: nn.Linear | QuantLinear
+    hidden: str
+    memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm of the value, with weight and bias: [tokens, width] -> [tokens, width]."""
+
+    module: nn.LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class SruRecurrence:
+    """SRU over time: u0 | u1 | u2 (| u3) [tokens, 3 or 4 * channels] -> h [tokens, channels].
+
+    Args:
+        weight_c: what the gates see of the state, forget | reset, fp32 [2 * channels], computed
+            from the weights as they were when the program was made; None: nothing.
+        bias: of the gates, likewise.
+        state: name of the state tensor [channels] with c.
+        highway: whether the highway's input is the layers' stream x, times `scale_x`; false: it is
+            u3, or there is none.
+        scale_x: factor of x.
+        tanh: whether the output is of tanh(c), not of c.
+    """
+
+    weight_c: Tensor | None = field(compare=False)
+    bias: Tensor = field(compare=False)
+    state: str
+    highway: bool
+    scale_x: float
+    tanh: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm:
     """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
@@ -145,6 +199,11 @@ class Residual:
     """x += value."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """x = value, which may have another width."""
+
+
 Stage = (
     Norm
     | Linear
@@ -152,22 +211,26 @@ Stage = (
     | Recurrence
     | SelectiveRecurrence
     | SsdRecurrence
+    | GatedRecurrence
+    | SruRecurrence
+    | LayerNorm
     | GatedNorm
     | Elementwise
     | Residual
+    | Replace
 )
 LayerProgram = tuple[Stage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProgram:
-    """A language model: embedding, layers, a last norm and a head.
+    """A language model: embedding, layers, a last norm (None: there is none) and a head.
 
     The head is the embedding's matrix if `head` is that module.
     """
 
     embedding: nn.Embedding | QuantEmbedding
     layers: tuple[LayerProgram, ...]
-    norm: nn.RMSNorm
+    norm: nn.RMSNorm | None
     head: nn.Embedding | QuantEmbedding | nn.Linear | QuantLinear
     head_bias: nn.Parameter | None

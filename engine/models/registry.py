@@ -1,8 +1,9 @@
 """Registry of model families: finds the family of a config.json or a config.
 
-A family is a folder of engine/models. A config.json in minserve's form names it in `family`
+A family is in a folder of engine/models. A config.json in minserve's form names it in `family`
 ("minrnn" if absent); one of another project is recognised by `architectures` or `model_type`, or,
-if it has neither, by a field that only that project writes (`Family.marks`).
+if it has neither, by a field that only that project writes (`Family.marks`). A state dict is
+recognised by the names and shapes of its tensors (`Family.recognises`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from engine.config import OWN_MODEL_TYPE, ModelConfig
 from engine.errors import ConfigError
 from engine.models.family import Family
+from engine.models.gated_rnn.family import GruFamily, LstmFamily
 from engine.models.hgrn.family import HgrnFamily
 from engine.models.language_model import LanguageModel
 from engine.models.mamba.family import MambaFamily
 from engine.models.mamba2.family import Mamba2Family
 from engine.models.minrnn.family import MinRnnFamily
+from engine.models.sru.family import SruFamily
 
 DEFAULT = MinRnnFamily()
-FAMILIES: tuple[Family, ...] = (DEFAULT, HgrnFamily(), MambaFamily(), Mamba2Family())
+FAMILIES: tuple[Family, ...] = (
+    DEFAULT,
+    HgrnFamily(),
+    MambaFamily(),
+    Mamba2Family(),
+    GruFamily(),
+    LstmFamily(),
+    SruFamily(),
+)
 
 
 def family_named(name: object) -> Family:
@@ -94,3 +107,29 @@ def config_from_dict(values: Mapping[str, Any]) -> ModelConfig:
         return published_family(values).published_config(values)
     family = family_named(values.get("family", DEFAULT.name))
     return family.config_class.from_dict(values)
+
+
+def state_dict_family(stored: Mapping[str, Tensor], name: str | None) -> Family:
+    """Return the family of a state dict; `name` is that of the family, None: it is recognised.
+
+    Raises ConfigError if no family with layouts of state dicts has this name.
+    """
+    families = [family for family in FAMILIES if family.reads_state_dicts]
+    if name is None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        return next((family for family in families if family.recognises(shapes)), DEFAULT)
+    for family in families:
+        if family.name == name:
+            return family
+    allowed = ", ".join(family.name for family in families)
+    raise ConfigError(f"family is {name!r}; allowed for a state dict: {allowed}", param="family")
+
+
+def check_options(family: Family, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that models of this family do not have."""
+    for name in sorted(options.keys() - family.state_dict_options):
+        value = options[name]
+        raise ConfigError(
+            f"{name} is {value}; allowed: none for a {family.name} model, which has no such option",
+            param=name,
+        )

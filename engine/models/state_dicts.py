@@ -11,8 +11,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine.config import DtypeName
 from engine.errors import CheckpointError
 
+# The type in which weights of a state dict are held.
+HELD_AS: dict[torch.dtype, DtypeName] = {
+    torch.float64: "float32",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 # Keys under which training scripts store the weights, beside optimizer state and counters.
 _NESTED_UNDER = ("model", "state_dict", "model_state_dict")
 # Prefixes that DistributedDataParallel and torch.compile add to every name.

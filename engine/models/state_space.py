@@ -38,7 +38,7 @@ class StateSpaceLayer(Protocol):
 class StateSpaceLM(LanguageModel):
     """A model of StateSpaceLayers; the residual stream is fp32 with `residual_in_fp32`."""
 
-    def __init__(self, config: ModelConfig, layer: Callable[[], RecurrentLayer]) -> None:
+    def __init__(self, config: ModelConfig, layer: Callable[[int], RecurrentLayer]) -> None:
         super().__init__(config, layer)
         self.norm = ResidualNorm(config.d_model, eps=config.norm_eps)
         if config.quantization is not None:
@@ -52,6 +52,6 @@ class StateSpaceLM(LanguageModel):
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
         """Return each layer's A, of A_log's shape, fp32 (fp64 of fp64)."""
-        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
+        dtype = torch.promote_types(self.activations, torch.float32)
         layers = cast("Sequence[StateSpaceLayer]", self.layers)
         return [-layer.A_log.to(dtype).exp() for layer in layers]

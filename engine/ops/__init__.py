@@ -6,6 +6,7 @@ their gradients.
 """
 
 from engine.ops.conv1d import conv_scan, conv_step
+from engine.ops.gated_rnn import gru_scan, gru_step, lstm_scan, lstm_step
 from engine.ops.library import cpu_isa, cuda_archs, has_cuda_kernels
 from engine.ops.logits_processors import apply_logits_processors_
 from engine.ops.logprobs import (
@@ -29,6 +30,7 @@ from engine.ops.scan import (
     minlstm_step,
 )
 from engine.ops.selective import selective_scan, selective_scan_train, selective_step
+from engine.ops.sru import sru_scan, sru_scan_train, sru_step
 from engine.ops.ssd import ssd_scan, ssd_scan_train, ssd_step
 
 __all__ = [
@@ -39,11 +41,15 @@ __all__ = [
     "copy_words_",
     "cpu_isa",
     "cuda_archs",
+    "gru_scan",
+    "gru_step",
     "has_cuda_kernels",
     "hgrn_scan",
     "hgrn_scan_train",
     "hgrn_step",
     "linear_scan",
+    "lstm_scan",
+    "lstm_step",
     "mingru_scan",
     "mingru_scan_train",
     "mingru_step",
@@ -56,6 +62,9 @@ __all__ = [
     "selective_scan",
     "selective_scan_train",
     "selective_step",
+    "sru_scan",
+    "sru_scan_train",
+    "sru_step",
     "ssd_scan",
     "ssd_scan_train",
     "ssd_step",

@@ -495,13 +495,41 @@ Resume = Annotated[bool, Option("--resume", help="Continue the run in --out.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out.")]
 
 # convert
+ConvertedFamily = Annotated[
+    str | None,
+    Option(
+        help="Family of a state dict's model [the one that its tensors' names show].",
+        metavar="NAME",
+    ),
+]
 NormalizeGates = Annotated[
     bool | None,
     Option(help="Whether a minLSTM normalises its gates; the weights do not tell."),
 ]
+Tanh = Annotated[
+    bool | None, Option(help="Whether an SRU's output is of tanh(c); the weights do not tell [no].")
+]
+SkipTerm = Annotated[
+    bool | None,
+    Option(
+        help="Whether an SRU has a highway (has_skip_term); the weights tell only where a layer's "
+        "input has another width [yes]."
+    ),
+]
+NormalizeAfter = Annotated[
+    bool | None,
+    Option(
+        help="Whether an SRU's layer norms are behind its layers; the weights tell only where a "
+        "layer's input has another width [no]."
+    ),
+]
 NormEps = Annotated[float | None, Option(help="Epsilon of the norms [that of the source project].")]
 ConvertedTokenizer = Annotated[
-    Path | None, Option(help="A tokenizer.json to copy into the folder.")
+    Path | None,
+    Option(
+        help="Tokenizer for the folder: a tokenizer.json, a SentencePiece .model, or a vocabulary "
+        "(one word a line, or JSON)."
+    ),
 ]
 EosTokenId = Annotated[
     list[int] | None,

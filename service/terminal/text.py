@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from engine.errors import ConfigError
+from engine.tokenizer_files import read_tokenizer_file
 from service.text.documents import TextError as TextError
 from service.text.utf8_chunks import NotUtf8, Pieces
 
@@ -85,6 +86,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{path}: not a tokenizer.json: {error}") from error
+
+
+def check_tokenizer(path: Path) -> None:
+    """Check that a file is a tokenizer.json, or becomes one. Raises CheckpointError if not."""
+    from service.text.tokenizer import Tokenizer
+
+    Tokenizer.of(read_tokenizer_file(path), sys.maxsize)  # the model's vocabulary comes later
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:

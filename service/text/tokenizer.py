@@ -385,8 +385,10 @@ class Tokenizer:
                 for name, token in named
                 if (match := _BYTE_NAME.fullmatch(name)) and token not in self._special
             }
-        plain = (id for name, id in named if name.isascii() and name.isalnum())
-        others = (id for id in plain if id not in self._special)
+        plain = [id for name, id in named if name.isascii() and name.isalnum()]
+        # in vocabularies of whole words, each name begins with a space
+        spaced = (id for name, id in named if name[:1] == "\u2581" and name[1:].isalnum())
+        others = (id for id in (*plain, *spaced) if id not in self._special)
         anchor = next((id for id in others if self._library.decode([id])), None)
         return Vocabulary(
             self._library, frozenset(self._special), single, "ByteLevel" in kinds, anchor

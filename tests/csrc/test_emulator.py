@@ -134,6 +134,25 @@ SELECTIVE = [
 ]
 
 # Token by token unless it says otherwise: --chunks 1 is for bf16 with rows of 64 channels.
+_RAGGED_TWENTY = "--lengths " + ",".join(str(5 * n % 4) for n in range(20))
+_RAGGED_TWENTY += " --slots " + ",".join(str(-1 if n % 7 == 3 else n) for n in range(20))
+_RAGGED_SEVENTY = "--lengths " + ",".join(str(7 * n % 4) for n in range(70))
+_RAGGED_SEVENTY += " --slots " + ",".join(str(-1 if n % 9 == 0 else n) for n in range(70))
+GATED_RNN = [
+    f"--cell {cell} {case}"
+    for cell in ("gru", "lstm")
+    for case in (
+        "--type bf16 --seeds 0,1,2",
+        "--type f32 --units 13 --bias 0 --seeds 0,3",
+        "--type f16 --units 8 --float-bias 0 --multiprocessors 1,3",
+        "--type bf16 --units 100 --extra-stride 4 --seeds 2,5",
+        "--type bf16 --units 264 --lengths 3,2,1 --slots 0,2,1 --multiprocessors 33,5,9,2 "
+        "--splits 1 --seeds 1,4",
+        f"--type f32 --units 24 {_RAGGED_TWENTY} --splits 2",
+        f"--type bf16 --units 16 {_RAGGED_SEVENTY} --splits 2 --multiprocessors 2,1",
+        "--lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+    )
+]
 SSD = [
     "--type bf16 --states 17 --head-dim 5 --heads 6 --groups 3",
     "--type f32 --states 64 --head-dim 20 --least-dt 0.25 --most-dt 1.5",
@@ -149,6 +168,20 @@ SSD = [
     "--chunks 1 --head-dim 128 --heads 1 --lengths 70,16,17 --slots 0,1,2 --least-dt 0.25 "
     "--most-dt 1.5",
     "--chunks 1 --lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+]
+
+SRU = [
+    "--type bf16",
+    "--type f32 --tanh 1 --channels 33 --extra-stride 3 --seeds 0,1,2",
+    "--type f16 --highway 0 --initial 0",
+    "--type f32 --highway 0 --tanh 1 --lengths 100,0,64,65 --slots 3,1,-1,0 --channels 7",
+    "--weight-c 0",
+    "--weight-c 0 --type f32 --lengths 300,128,0,129,1,257 --slots 5,0,3,1,-1,2 --splits 128,256 "
+    "--channels 33 --extra-stride 1",
+    "--weight-c 0 --type f16 --lengths 513 --slots 0 --tanh 1 --highway 0 --tail 70 --channels 5",
+    "--weight-c 0 --lengths 1,1,1,1 --slots 2,-1,0,9 --type f32",
+    "--lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+    "--lengths 5 --slots -1 --tail 0 --splits 2",
 ]
 
 # Five rows of 44 channels and a rank of 48, of which the second and the third row are padding.
@@ -353,9 +386,21 @@ def test_selective_recurrence(programs: Path, case: str) -> None:
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 
+@pytest.mark.parametrize("case", GATED_RNN)
+def test_gated_rnn(programs: Path, case: str) -> None:
+    result = run(programs / "gated_rnn", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
 @pytest.mark.parametrize("case", SSD)
 def test_ssd(programs: Path, case: str) -> None:
     result = run(programs / "ssd", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", SRU)
+def test_sru(programs: Path, case: str) -> None:
+    result = run(programs / "sru", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

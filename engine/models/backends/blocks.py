@@ -11,7 +11,11 @@ or, in Mamba, a selective block, and in Mamba-2 an SSD block:
     x += out(selective recurrence(conv(in(norm(x)))))
     x += out(SSD recurrence(conv(in(norm(x)))))
 
-A backend compiles a model's program to blocks and names what its kernels lack.
+Layers of GRU or LSTM are none, for they have neither norms nor a residual stream:
+
+    x = gated recurrence(input(x))
+
+A backend compiles a model's program to blocks, or such layers, and names what its kernels lack.
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ from engine.models.program import (
     Conv,
     Elementwise,
     GatedNorm,
+    GatedRecurrence,
     LayerProgram,
     Linear,
     ModelProgram,
     Norm,
     Recurrence,
+    Replace,
     Residual,
     SelectiveRecurrence,
     SsdRecurrence,
@@ -146,6 +152,20 @@ class SsdBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedRnnLayer:
+    """A layer of GRU or LSTM: x = recurrence(inputs(x)), of whatever width x was."""
+
+    inputs: nn.Linear | QuantLinear  # rows by gates
+    recurrence: GatedRecurrence
+
+    @property
+    def gates(self) -> int:
+        """Gates of a unit."""
+        rows, units = self.recurrence.recurrent.weight.shape
+        return rows // units
+
+
+@dataclass(frozen=True, slots=True)
 class BlockModel:
     """A model of blocks that differ in nothing but their weights (`refusal` checks it)."""
 
@@ -204,9 +224,11 @@ _S = TypeVar(
     Conv,
     Elementwise,
     GatedNorm,
+    GatedRecurrence,
     Linear,
     Norm,
     Recurrence,
+    Replace,
     Residual,
     SelectiveRecurrence,
     SsdRecurrence,
@@ -247,6 +269,12 @@ def lower_bounds(blocks: Sequence[Block]) -> list[Tensor | None]:
         bound if bound is None else bound.to(torch.float32, copy=True)
         for bound in (block.recurrence.lower_bound for block in blocks)
     ]
+
+
+def last_norm(model: LanguageModel) -> nn.RMSNorm:
+    """Return the norm behind the last layer, which a model of blocks has (see `refusal`)."""
+    assert model.norm is not None
+    return model.norm
 
 
 def compile_blocks(model: LanguageModel) -> BlockModel:
@@ -301,6 +329,23 @@ def is_ssd(program: ModelProgram) -> bool:
 def compile_ssd(program: ModelProgram) -> list[SsdBlock]:
     """Return the model's layers as SSD blocks; they must be such (see `refusal`)."""
     return [SsdBlock(*_state_space_parts(layer, SsdRecurrence)) for layer in program.layers]
+
+
+def is_gated_rnn(program: ModelProgram) -> bool:
+    """Return whether the layers are GRU's or LSTM's."""
+    return any(isinstance(stage, GatedRecurrence) for stage in program.layers[0])
+
+
+def compile_gated_rnn(program: ModelProgram) -> list[GatedRnnLayer]:
+    """Return the model's layers of GRU or LSTM; they must be such (see `refusal`)."""
+    layers = []
+    for stages in program.layers:
+        reader = _Reader(stages)
+        layers.append(GatedRnnLayer(reader.take(Linear).module, reader.take(GatedRecurrence)))
+        reader.take(Replace)
+        if reader.stages:
+            raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
+    return layers
 
 
 def _state_space_parts(
@@ -407,12 +452,18 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
 
     The reason completes "not used: ".
     """
+    if model.config.cell not in support.cells:
+        return _other_cell(model.config.cell, support)
     program = model.program()
     try:
+        if is_gated_rnn(program):
+            return _gated_rnn_refusal(program)
+        if program.norm is None:
+            return "no norm behind the last layer"
         if is_ssd(program):
-            return _ssd_refusal(model.config, program, support)
+            return _ssd_refusal(program, program.norm, model.config.norm_eps)
         if is_selective(program):
-            return _selective_refusal(model.config, program, support)
+            return _selective_refusal(program, program.norm, model.config.norm_eps)
         compiled = compile_blocks(model)
     except _OtherShapeError as error:
         return str(error)
@@ -434,19 +485,29 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     return _unlike([_shape(block) for block in blocks], norms, model.config.norm_eps)
 
 
-def _selective_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
-    if config.cell not in support.cells:
-        return _other_cell(config.cell, support)
+def _gated_rnn_refusal(program: ModelProgram) -> str | None:
+    if program.norm is not None:
+        return "a norm behind layers of GRU or LSTM"
+    layers = compile_gated_rnn(program)
+    first = layers[0].recurrence
+    for layer in layers:
+        how = layer.recurrence
+        if (how.cell, how.hidden, how.memory) != (first.cell, first.hidden, first.memory):
+            return "layers differ in the recurrence"
+        if how.recurrent.weight.shape != first.recurrent.weight.shape:
+            return "layers differ in the recurrence's channels"
+    return None
+
+
+def _selective_refusal(program: ModelProgram, last: nn.RMSNorm, eps: float) -> str | None:
     blocks = compile_selective(program)
-    norms = [program.norm, *(block.norm for block in blocks)]
-    return _unlike([_selective_shape(block) for block in blocks], norms, config.norm_eps)
+    norms = [last, *(block.norm for block in blocks)]
+    return _unlike([_selective_shape(block) for block in blocks], norms, eps)
 
 
-def _ssd_refusal(config: ModelConfig, program: ModelProgram, support: Support) -> str | None:
-    if config.cell not in support.cells:
-        return _other_cell(config.cell, support)
+def _ssd_refusal(program: ModelProgram, last: nn.RMSNorm, eps: float) -> str | None:
     blocks = compile_ssd(program)
-    norms = [program.norm, *(block.norm for block in blocks)]
-    if any(block.recurrence.norm_eps != config.norm_eps for block in blocks):
+    norms = [last, *(block.norm for block in blocks)]
+    if any(block.recurrence.norm_eps != eps for block in blocks):
         return "norms of different epsilons"
-    return _unlike([_ssd_shape(block) for block in blocks], norms, config.norm_eps)
+    return _unlike([_ssd_shape(block) for block in blocks], norms, eps)

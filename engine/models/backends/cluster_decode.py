@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import works
-from engine.models.backends.blocks import Block, BlockModel, Support, compile_blocks
+from engine.models.backends.blocks import Block, BlockModel, Support, compile_blocks, last_norm
 from engine.models.backends.dispatch import FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_hopper_kernels
 from engine.models.backends.lm_head import SMALL_VOCABULARY, SeparateHead
@@ -73,7 +73,7 @@ class ClusterDecode:
         """Create it; None if the GPU, or part of one, has no room for a cluster or for the copy."""
         with suppress(torch.OutOfMemoryError):
             step, state = cls(model), model.new_state(1)
-            padding = torch.full((1,), -1, dtype=torch.int32, device=model.norm.weight.device)
+            padding = torch.full((1,), -1, dtype=torch.int32, device=model.device)
             if works(lambda: step.step(padding, state, padding)):
                 return step
         return None
@@ -84,13 +84,14 @@ class ClusterDecode:
         self._cell, self._conv = blocks.recurrence.state, blocks.conv_state
         # Whether steps end before the head, and return hidden states.
         self.ends_with_hidden = config.vocab_size > SMALL_VOCABULARY
-        norm = model.norm.weight.detach()
+        last = last_norm(model)
+        norm = last.weight.detach()
         head = model.embedding if model.head is None else model.head
         bias = None if self.ends_with_hidden else model.head_bias
         self._program = ClusterProgram(
             model.embedding.weight.detach(),
             [_layer(block) for block in blocks.blocks],
-            None if self.ends_with_hidden else _times_norm(head.weight.detach(), model.norm),
+            None if self.ends_with_hidden else _times_norm(head.weight.detach(), last),
             None if bias is None else bias.detach().to(norm.dtype),
             norm=norm if self.ends_with_hidden else None,
             cell=blocks.recurrence.cell,

@@ -22,7 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.models.backends.autotune import TunedProducts
-from engine.models.backends.blocks import Block, Mixer, Support, compile_blocks, lower_bounds
+from engine.models.backends.blocks import (
+    Block,
+    Mixer,
+    Support,
+    compile_blocks,
+    last_norm,
+    lower_bounds,
+)
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
 from engine.models.backends.kernel_support import lacks_bfloat16_kernels
 from engine.models.backends.lm_head import LmHead, SeparateHead
@@ -99,7 +106,7 @@ class CublasPath:
         self._model = model
         self._blocks = compile_blocks(model).blocks
         self._lower_bounds = lower_bounds(self._blocks)
-        self._eps = model.config.norm_eps
+        self._norm, self._eps = last_norm(model), model.config.norm_eps
         self._products = TunedProducts(tuning)
         self._head = head
         move_norm_weights(model)
@@ -220,7 +227,7 @@ class CublasPath:
             if block.mlp is not None and y is not None:
                 down = cast("nn.Linear", block.mlp.down)
                 self._products.add_(x, y, down.weight)
-        return rms_norm(x, self._eps, self._model.norm.weight)
+        return rms_norm(x, self._eps, self._norm.weight)
 
     def _middle(self, block: Block, h: Tensor, x: Tensor) -> Tensor | None:
         """Compute the middle of a layer, except for the out projection's bias (see _read)."""

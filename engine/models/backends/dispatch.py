@@ -182,7 +182,7 @@ class PathBackend:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Type of the result of `prefill`; see ModelBackend.hidden_dtype."""
-        return self.model.norm.weight.dtype
+        return self.model.activations
 
     def prepare(
         self, steps: Collection[int], prompts: Collection[int], logits: Collection[int]
@@ -271,7 +271,7 @@ class PathBackend:
     @torch.no_grad()
     def _timed(self, workload: Workload, size: int, candidates: Sequence[ExecutionPath]) -> int:
         """Time each path on random tokens, of `size` sequences or of one prompt."""
-        device = self.model.norm.weight.device
+        device = self.model.device
         random = torch.Generator(device).manual_seed(0)
         vocabulary = self.model.config.vocab_size
         tokens = torch.randint(

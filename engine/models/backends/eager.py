@@ -32,7 +32,7 @@ class EagerBackend(PathBackend):
     """
 
     def __init__(self, model: LanguageModel, *, tuning: TuningCache | None = None) -> None:
-        device, vocabulary = model.norm.weight.device, model.config.vocab_size
+        device, vocabulary = model.device, model.config.vocab_size
         head = cache(partial(LmHead.of, model))  # it may be a copy, so it is made once for both
         no_products = cublas.supports(model, device)
         products = None if no_products else CublasPath(model, head(), tuning)

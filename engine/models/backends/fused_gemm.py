@@ -23,6 +23,7 @@ from engine.models.backends.blocks import (
     Mlp,
     Support,
     compile_blocks,
+    last_norm,
     lower_bounds,
 )
 from engine.models.backends.dispatch import ANY, FEW_ROWS, ExecutionPath, Workload
@@ -112,6 +113,7 @@ class FusedGemmPath:
         self._fixed_order = fixed_order
         self._blocks = compile_blocks(model).blocks
         self._lower_bounds = lower_bounds(self._blocks)
+        self._last_norm = last_norm(model)
         self._eps, self._vocabulary = model.config.norm_eps, model.config.vocab_size
 
     def step(
@@ -211,7 +213,7 @@ class FusedGemmPath:
         return linear_best(x, None, 0.0, head.weight, head.bias, self._vocabulary)
 
     def _norm(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._eps, self._model.norm.weight)
+        return rms_norm(x, self._eps, self._last_norm.weight)
 
     def middle(self, block: Block, h: Tensor, x: Tensor) -> Tensor | None:
         """Compute the middle of a layer: a Middle (cublas.py)."""
@@ -290,7 +292,7 @@ class FusedGemmPath:
         return x if ones else scaled, squares
 
     def _is_of_ones(self, norm: Tensor | None) -> bool:
-        return norm is not None and norm is not self._model.norm.weight
+        return norm is not None and norm is not self._last_norm.weight
 
     def _norm_after_cell(self, index: int, normed: bool) -> Tensor | None:
         mlp = self._blocks[index].mlp
@@ -299,7 +301,7 @@ class FusedGemmPath:
     def _norm_after_layer(self, index: int, normed: bool) -> Tensor | None:
         """Return the weight of the norm after the layer; None: no norm follows directly."""
         if index + 1 == len(self._blocks):
-            return self._model.norm.weight if normed else None
+            return self._last_norm.weight if normed else None
         following = self._blocks[index + 1]
         return None if following.mixer is not None else following.norm.weight
 

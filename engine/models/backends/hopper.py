@@ -72,7 +72,7 @@ class HopperBackend(PathBackend):
         few: PersistentDecode | None = None,
         tuning: TuningCache | None = None,
     ) -> None:
-        device, vocabulary = model.norm.weight.device, model.config.vocab_size
+        device, vocabulary = model.device, model.config.vocab_size
         head = LmHead.of(model)
         move_norm_weights(model)
         chain = FusedGemmPath(model, head, fixed_order=deterministic)

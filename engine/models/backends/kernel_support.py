@@ -20,7 +20,7 @@ def lacks_bfloat16_kernels(
 
     A model on the meta device is judged as if it were on `device`.
     """
-    if device.type != "cuda" or model.norm.weight.device.type not in ("cuda", "meta"):
+    if device.type != "cuda" or model.device.type not in ("cuda", "meta"):
         return "not on a GPU"
     if not library.has_cuda_kernels():
         return "the operators were built without CUDA"
@@ -32,8 +32,8 @@ def refuses_model(model: LanguageModel, support: Support) -> str | None:
 
     In float16, products with the residual stream itself, before its norm, could overflow.
     """
-    if model.norm.weight.dtype != torch.bfloat16:
-        return f"activations are {model.norm.weight.dtype}, not bfloat16"
+    if model.activations != torch.bfloat16:
+        return f"activations are {model.activations}, not bfloat16"
     return refusal(model, support)
 
 

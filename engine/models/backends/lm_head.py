@@ -47,8 +47,7 @@ class LmHead:
             weight = torch.cat([raw, raw.new_zeros(extra, raw.shape[1])]).view(weight.dtype)
             scale = None if scale is None else torch.cat([scale, scale.new_ones(extra)])
             bias = None if bias is None else torch.cat([bias, bias.new_zeros(extra)])
-        dtype = model.norm.weight.dtype
-        return cls(weight, scale, None if bias is None else bias.detach().to(dtype))
+        return cls(weight, scale, None if bias is None else bias.detach().to(model.activations))
 
 
 class SeparateHead:

@@ -75,7 +75,7 @@ class PersistentDecode:
     @staticmethod
     def most_rows(model: LanguageModel, *, fixed_order: bool = False) -> int:
         """Return the largest batch on the model's GPU; 0: the kernel does not support the model."""
-        return _most_rows(model, model.norm.weight.device, fixed_order)
+        return _most_rows(model, model.device, fixed_order)
 
     def __init__(self, model: LanguageModel, head: LmHead, *, fixed_order: bool = False) -> None:
         config, blocks = model.config, compile_blocks(model)
@@ -153,7 +153,8 @@ def path(
 
 
 def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
-    blocks, program = model.blocks, model.program
+    blocks, program, last_norm = model.blocks, model.program, model.program.norm
+    assert last_norm is not None
     bounds = lower_bounds(blocks)
 
     def read_by(index: int) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _phases(model: BlockModel, head: LmHead) -> Iterator[Phase]:
         weight=head.weight,
         scale=head.scale,
         bias=head.bias,
-        norm=program.norm.weight,
+        norm=last_norm.weight,
     )
 
 

@@ -247,7 +247,7 @@ class SelectiveBackend(PathBackend):
         tuning: TuningCache | None = None,
     ) -> None:
         tuning = TuningCache() if tuning is None else tuning
-        device, vocabulary = model.norm.weight.device, model.config.vocab_size
+        device, vocabulary = model.device, model.config.vocab_size
         layers: StateSpaceLayers
         layers = SsdLayers(model) if is_ssd(model.program()) else SelectiveLayers(model)
         head = LmHead.of(model)

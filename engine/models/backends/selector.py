@@ -233,6 +233,13 @@ def _eager(
 
     Raises ConfigError if it must be deterministic.
     """
+    cells = cpu.SUPPORT.cells
+    if deterministic and model.config.cell not in cells:
+        raise ConfigError(
+            f"deterministic is not possible for the cell {model.config.cell!r}, which no backend "
+            f"computes in a fixed order; allowed: false, or a model of {', '.join(cells)}",
+            param="deterministic",
+        )
     if deterministic:
         raise ConfigError(
             f"deterministic is not possible for this model and device: {reason}; allowed: "

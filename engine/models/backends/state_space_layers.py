@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from engine.models.backends.blocks import last_norm
 from engine.models.language_model import LanguageModel
 from engine.models.program import Conv
 from engine.models.quantized import QuantLinear
@@ -54,7 +55,9 @@ class StateSpaceLayers(ABC):
 
     def __init__(self, model: LanguageModel, blocks: Sequence[Block]) -> None:
         self._model, self._blocks = model, blocks
-        self._norms = [norm.weight for norm in [*(block.norm for block in blocks), model.norm]]
+        self._norms = [
+            norm.weight for norm in [*(block.norm for block in blocks), last_norm(model)]
+        ]
         self._eps = model.config.norm_eps
 
     @abstractmethod

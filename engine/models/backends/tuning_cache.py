@@ -170,5 +170,5 @@ def _key(model: LanguageModel, device: torch.device) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "model": shape,
-        "dtype": str(model.norm.weight.dtype),
+        "dtype": str(model.activations),
     }

@@ -37,7 +37,7 @@ def move_norm_weights(model: LanguageModel) -> None:
             _move(block.gated_norm, cast("nn.Linear", block.out))
         if block.mlp is not None:
             _move(block.mlp.norm, cast("nn.Linear", block.mlp.up))
-    device = model.norm.weight.device
+    device = model.device
     if device.type == "cuda":
         # Kernels may prefetch weights before the previous kernel on the stream has ended.
         torch.cuda.synchronize(device)
@@ -51,7 +51,7 @@ def _move(norm: nn.RMSNorm, reader: nn.Linear) -> None:
 
 
 def widened(model: LanguageModel) -> LanguageModel:
-    """Return a copy of a quantised model with matrices in the type of its norms.
+    """Return a copy of a quantised model with matrices in the type of its activations.
 
     It is on the same device, in evaluation mode; tensors that are not quantised are shared. A
     weight is its 8-bit value times its row's scale, rounded.
@@ -61,7 +61,7 @@ def widened(model: LanguageModel) -> LanguageModel:
         wide = registry.build(config)
     weights: dict[str, Tensor] = model.state_dict()
     for matrix, scale in quantized_matrices(model).items():
-        weights[matrix] = _wide(weights[matrix], weights.pop(scale), model.norm.weight.dtype)
+        weights[matrix] = _wide(weights[matrix], weights.pop(scale), model.activations)
     wide.load_state_dict(weights, assign=True)
     return wide.requires_grad_(False).eval()
 
@@ -77,5 +77,5 @@ def _wide(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bytes_of_copy(model: LanguageModel) -> int:
     """Return the bytes of device memory that `widened` needs."""
-    size = model.norm.weight.element_size()
+    size = model.activations.itemsize
     return size * sum(model.get_parameter(name).numel() for name in quantized_matrices(model))

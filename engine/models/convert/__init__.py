@@ -30,11 +30,9 @@ from engine.models.loader import (
     save_model,
     with_generation_config,
 )
-from engine.models.minrnn.config import MinRnnConfig
-from engine.models.minrnn.minlm import layout
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
-from engine.tokenizer_files import TOKENIZER, read_tokenizer
+from engine.tokenizer_files import TOKENIZER, TokenizerText, read_tokenizer, read_tokenizer_file
 
 __all__ = ["convert"]
 
@@ -43,12 +41,12 @@ def convert(
     source: Path,
     destination: Path,
     *,
+    family: str | None = None,
     dtype: DtypeName | None = None,
-    normalize_gates: bool | None = None,
-    norm_eps: float | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     quantize: Quantization | None = None,
     tokenizer: Path | None = None,
+    **options: Any,
 ) -> ModelConfig:
     """Write the checkpoint folder `destination` from a state dict, and return its config.
 
@@ -60,14 +58,17 @@ def convert(
         source: a .safetensors file, a file written by torch.save (read with weights_only: nothing
             else is unpickled), or a model folder, in minserve's form or a published one.
         destination: the folder to write; must not exist, or be empty.
+        family: the family of the model; None: that of a folder's config.json, or the one that the
+            names of a state dict's tensors show.
         dtype: type of the stored weights.
-        normalize_gates: False for a minLSTM whose gates were not normalised; for the family
-            minrnn only.
-        norm_eps: the norms' epsilon, if it is not the default of the source project; likewise.
         eos_token_id: end-of-text ids.
         quantize: quantize the source's weights (before rounding to `dtype`), so that the folder is
             bitwise equal to the source quantised at load.
-        tokenizer: a tokenizer.json to take instead of the source's tokenizer, which is not read.
+        tokenizer: a file to take instead of the source's tokenizer, which is not read
+            (read_tokenizer_file).
+        options: fields of the family's config that its weights do not show
+            (Family.state_dict_options), such as normalize_gates=False for a minLSTM whose gates
+            were not normalised. None: as the layout says.
 
     Raises:
         CheckpointError: the source is missing, damaged or of unknown layout, or the destination is
@@ -77,25 +78,18 @@ def convert(
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise CheckpointError(f"{destination}: already exists; give a new or empty folder")
-    model, config = _read(source, dtype, quantize)
+    options = {name: value for name, value in options.items() if value is not None}
+    given = None if tokenizer is None else read_tokenizer_file(tokenizer)
+    model, config = _read(source, family, options, dtype, quantize)
     folder = source if has_folder(source) else source.parent
     if folder != source and eos_token_id is None:
         config = with_generation_config(config, folder)
-    for name, value in (("normalize_gates", normalize_gates), ("norm_eps", norm_eps)):
-        if value is not None and config.family != MinRnnConfig.family:
-            raise ConfigError(
-                f"{name} is {value}; allowed: none for a {config.family} model, whose config.json"
-                " says it",
-                param=name,
-            )
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "dtype": dtype,
-        "normalize_gates": normalize_gates,
-        "norm_eps": norm_eps,
         "eos_token_id": eos_token_id if isinstance(eos_token_id, int | None) else (*eos_token_id,),
     }
     config = dataclasses.replace(
-        config, **{name: value for name, value in given.items() if value is not None}
+        config, **{name: value for name, value in fields.items() if value is not None}
     )
     target = quantized_config(config, quantize, source)
     if quantize is not None and target != config:
@@ -103,12 +97,16 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    _write(destination, model, config, folder, tokenizer)
+    _write(destination, model, config, folder, given)
     return config
 
 
 def _read(
-    source: Path, dtype: DtypeName | None, quantize: Quantization | None
+    source: Path,
+    family: str | None,
+    options: dict[str, Any],
+    dtype: DtypeName | None,
+    quantize: Quantization | None,
 ) -> tuple[LanguageModel, ModelConfig]:
     """Return the model with values that were rounded at most once, to `dtype`.
 
@@ -119,13 +117,24 @@ def _read(
             raise CheckpointError(
                 f"{source}: a folder without {CONFIG}; give the file that has the state dict"
             )
-        return load_model(source, "cpu", dtype, quantize)
+        model, config = load_model(source, "cpu", dtype, quantize)
+        if family not in (None, config.family):
+            raise ConfigError(
+                f"family is {family!r}; allowed: {config.family}, as {source / CONFIG} says",
+                param="family",
+            )
+        registry.check_options(registry.family_of(config), options)
+        return model, dataclasses.replace(config, **options)
     if has_file(source):
         read_through(source)
     try:
         stored = read_state_dict(source)
-        config, weight_map = layout(stored)
+        its = registry.state_dict_family(stored, family)
+        registry.check_options(its, options)
+        config, weight_map = its.state_dict_layout(stored, options)
     except (CheckpointError, ConfigError) as error:
+        if isinstance(error, ConfigError) and error.param in ("family", *options):
+            raise  # an argument's error, not the file's
         raise CheckpointError(f"{source}: {error.message}") from error
     with torch.device("meta"):
         model = registry.build(config)
@@ -142,7 +151,7 @@ def _write(
     model: LanguageModel,
     config: ModelConfig,
     source: Path,
-    tokenizer: Path | None,
+    given: TokenizerText | None,
 ) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
@@ -151,8 +160,8 @@ def _write(
         for name in (*CHAT, STARTS):
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / TOKENIZER)
+        if given is not None:
+            (partial / TOKENIZER).write_text(given.text, encoding="utf-8")
         elif has_file(source / TOKENIZER):
             shutil.copyfile(source / TOKENIZER, partial / TOKENIZER)
         elif (read := read_tokenizer(source)) is not None:

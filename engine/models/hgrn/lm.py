@@ -165,7 +165,7 @@ class HgrnLM(LanguageModel):
     vectors_of_layers = frozenset({"lower_bounds"})
 
     def __init__(self, config: HgrnConfig) -> None:
-        super().__init__(config, lambda: Layer(config))
+        super().__init__(config, lambda _: Layer(config))
         self.lower_bounds: nn.Parameter | None = None
         if config.lower_bounds:
             self.lower_bounds = nn.Parameter(torch.zeros(config.n_layers, config.inner))

@@ -160,4 +160,4 @@ class MambaLM(StateSpaceLM):
     float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_proj.bias")
 
     def __init__(self, config: MambaConfig) -> None:
-        super().__init__(config, lambda: Layer(config))
+        super().__init__(config, lambda _: Layer(config))

@@ -176,4 +176,4 @@ class Mamba2LM(StateSpaceLM):
     float32_parameters: ClassVar[tuple[str, ...]] = (".A_log", ".D", ".dt_bias")
 
     def __init__(self, config: Mamba2Config) -> None:
-        super().__init__(config, lambda: Layer(config))
+        super().__init__(config, lambda _: Layer(config))

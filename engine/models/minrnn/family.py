@@ -43,6 +43,9 @@ class MinRnnFamily(Family):
         " tokens after it; it is not causal"
     }
 
+    reads_state_dicts: ClassVar[bool] = True
+    state_dict_options: ClassVar[frozenset[str]] = frozenset({"normalize_gates", "norm_eps"})
+
     def build(self, config: ModelConfig) -> LanguageModel:
         """Return a model with random weights, on torch's default device."""
         return LM(cast("MinRnnConfig", config))
@@ -90,6 +93,13 @@ class MinRnnFamily(Family):
         if config.tie_embeddings:
             del tensors["head.weight"]
         return WeightMap(tensors, frozenset({_TIED_HEAD}), weights.changes)
+
+    def state_dict_layout(
+        self, stored: Mapping[str, Tensor], options: Mapping[str, Any]
+    ) -> tuple[ModelConfig, WeightMap]:
+        """Return what the tensors show of a model of either project that minlm.py knows."""
+        config, weights = layout(stored)
+        return replace(config, **options), weights
 
 
 def _names_of_sizes(values: Mapping[str, Any]) -> dict[str, str]:

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import DtypeName
 from engine.errors import CheckpointError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.minrnn.config import MinRnnConfig
+from engine.models.state_dicts import HELD_AS
 
 SUPPORTED = (
     "supported are the state dicts of minGRU-pytorch's minLM and of BorealisAI/minRNNs' Model over"
@@ -39,12 +39,6 @@ SUPPORTED = (
 HEADS = ("to_logits.weight", "to_out.weight")
 _PROJECTIONS = ("to_hidden_and_gate", "to_hidden_and_f_i_gate")
 _INDEX = r"\d{1,9}"  # longer numbers are no index of a layer, and slow or impossible to read
-_DTYPES: dict[torch.dtype, DtypeName] = {
-    torch.float64: "float32",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 def layout(weights: Mapping[str, Tensor]) -> tuple[MinRnnConfig, WeightMap]:
@@ -72,7 +66,7 @@ def layout(weights: Mapping[str, Tensor]) -> tuple[MinRnnConfig, WeightMap]:
         d_model=width,
         n_layers=len(layers),
         norm_eps=norm_eps,
-        dtype=_DTYPES[dtype],
+        dtype=HELD_AS[dtype],
         **_layer_config(layers[0], width),
     )
     taken = {"embedding.weight": embedding, "norm.weight": norm, "head.weight": head_weight}
@@ -112,7 +106,7 @@ class _Source:
         if name not in self._left:
             raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
         tensor = self._left.pop(name)
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in HELD_AS:
             raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
         if tensor.dim() != len(shape) or any(
             want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)

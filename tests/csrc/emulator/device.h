@@ -25,6 +25,9 @@ inline void add_shared_if(bool wanted, unsigned* shared, unsigned bytes, unsigne
 inline void note_detour() {
   emulator::note_detour();
 }
+inline void look_again() {
+  emulator::yield();
+}
 inline float min_or_nan(float x, float y) {
   return x != x || y != y ? NAN : x < y ? x : y;
 }
@@ -67,6 +70,18 @@ inline void load_relaxed(const void* at, unsigned long long& low, unsigned long 
 inline void store_relaxed(void* at, unsigned long long low, unsigned long long high) {
   const unsigned long long bits[2] = {low, high};
   emulator::store_word(at, bits, sizeof bits);
+}
+
+inline uint4 load_relaxed_16(const void* at) {
+  uint4 words;
+  emulator::load_word(at, &words, sizeof words);
+  return words;
+}
+inline void store_release(void* at, unsigned long long bits) {
+  emulator::store_word(at, &bits, sizeof bits, true);
+}
+inline unsigned long long load_acquire(const void* at) {
+  return load_relaxed(at);
 }
 
 template <int kThreads>

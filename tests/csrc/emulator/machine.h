@@ -59,7 +59,8 @@ void end_group_of_copies();
 void wait_for_groups_but(std::size_t under_way);
 // Words that other blocks touch meanwhile. Stores land later, in any order.
 void load_word(const void* at, void* bits, std::size_t bytes);
-void store_word(void* at, const void* bits, std::size_t bytes);
+// One that publishes lands behind all that its block has stored.
+void store_word(void* at, const void* bits, std::size_t bytes, bool publishes = false);
 // At once, with no other access between; the value before.
 unsigned change(unsigned* at, const std::function<unsigned(unsigned)>& to);
 void pdl_launch_dependents();

@@ -31,11 +31,19 @@ inline uint4 load_transposed_matrices(const void* shared) {
   });
 }
 
-inline float half_of(std::uint64_t words, unsigned half) {
-  return __uint_as_float(static_cast<unsigned>(words >> 16 * half & 0xffff) << 16);
+inline unsigned short bits_of_half(std::uint64_t words, unsigned half) {
+  return static_cast<unsigned short>(words >> 16 * half);
+}
+inline float bf16_of(std::uint64_t words, unsigned half) {
+  return __uint_as_float(static_cast<unsigned>(bits_of_half(words, half)) << 16);
+}
+inline float f16_of(std::uint64_t words, unsigned half) {
+  return __half2float({bits_of_half(words, half)});
 }
 // Products are summed in doubles, in order of the inputs, and rounded once.
-inline void mma_bf16(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1) {
+template <class Number>
+inline void mma_of(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1,
+                   const Number& number) {
   const auto joined = [](unsigned low, unsigned high) {
     return static_cast<std::uint64_t>(high) << 32 | low;
   };
@@ -54,11 +62,17 @@ inline void mma_bf16(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1)
     double sum = static_cast<double>(sums[i]);
     for (unsigned k = 0; k < 16; ++k) {
       const unsigned owner = k % 8 / 2, half = k / 8 * 2 + k % 2;
-      sum += static_cast<double>(half_of(rows[owner], half)) *
-             static_cast<double>(half_of(column[owner], half));
+      sum += static_cast<double>(number(rows[owner], half)) *
+             static_cast<double>(number(column[owner], half));
     }
     sums[i] = static_cast<float>(sum);
   }
+}
+inline void mma_bf16(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1) {
+  mma_of(sums, w, x0, x1, bf16_of);
+}
+inline void mma_f16(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1) {
+  mma_of(sums, w, x0, x1, f16_of);
 }
 
 }  // namespace cuda

@@ -104,7 +104,8 @@ void land_some_stores() {
   for (const Store& store : m.stores) {
     // Those of one thread to one place stay in order.
     const bool held = std::any_of(left.begin(), left.end(), [&](const Store& other) {
-      return other.by == store.by && other.to == store.to;
+      return store.publishes ? other.by->block == store.by->block
+                             : other.by == store.by && other.to == store.to;
     });
     if (held || m.below(m.land_every)) {
       left.push_back(store);

@@ -90,6 +90,7 @@ struct Store {
   char* to;
   std::uint64_t bits[2];
   std::size_t bytes;
+  bool publishes;  // lands behind those that its block has stored before
 };
 
 struct Machine {

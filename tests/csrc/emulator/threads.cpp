@@ -234,14 +234,17 @@ void load_word(const void* at, void* bits, std::size_t bytes) {
   me().looks_at = at;
   maybe_yield();
   std::memcpy(bits, at, bytes);
-  for (const Store& store : m.stores) {  // a thread sees its own
-    if (store.by == &me() && store.to == at) std::memcpy(bits, store.bits, bytes);
+  // A thread sees its own; one that publishes only with what that stands for.
+  for (const Store& store : m.stores) {
+    if (store.by == &me() && store.to == at && !store.publishes) {
+      std::memcpy(bits, store.bits, bytes);
+    }
   }
 }
-void store_word(void* at, const void* bits, std::size_t bytes) {
+void store_word(void* at, const void* bits, std::size_t bytes, bool publishes) {
   Machine& m = machine;
   check_word(at, bytes, Use::write);
-  Store store = {&me(), static_cast<char*>(at), {0, 0}, bytes};
+  Store store = {&me(), static_cast<char*>(at), {0, 0}, bytes, publishes};
   std::memcpy(store.bits, bits, bytes);
   m.stores.push_back(store);
   ++me().block->kernel->stores_under_way;

@@ -10,7 +10,7 @@
 // Intel Advanced Matrix Extensions": palette 1 (eight tiles of 16 rows of 64 bytes) and the 64
 // bytes that LDTILECFG reads (TileShapes::Config). Volume 2, TDPBF16PS: row k of the second operand
 // holds inputs 2k and 2k + 1 of 16 outputs side by side (VNNI), which is how a panel is packed
-// (plan.h).
+// (matrix.h).
 #pragma once
 
 #include "avx512_blocks.h"

@@ -1,9 +1,10 @@
 // The operands of a product in registers: activations as matrices read them, and the weights of a
-// step of a panel in each of the types that csrc/cpu_model/plan.h describes.
+// step of a panel in each of the types that matrix.h describes.
 #pragma once
 
 #include "../core/vec.h"
-#include "plan.h"
+#include "matrix.h"
+#include "thread_team.h"
 
 namespace minserve {
 namespace MS_ISA {

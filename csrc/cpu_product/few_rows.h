@@ -3,8 +3,8 @@
 //
 // What a tile instruction adds to a sum is (Intel's Software Developer's Manual, TDPBF16PS): the
 // products of 16 even inputs, added up one by one from zero, plus those of the 16 odd ones. Each
-// is added without rounding the product, and subnormal numbers count as zeros, as run_cpu_model()
-// has them.
+// is added without rounding the product, and subnormal numbers count as zeros, as
+// WithoutSubnormals has it.
 #pragma once
 
 #include "amx.h"

@@ -1,0 +1,294 @@
+"""Layouts of PyTorch language models around torch.nn.GRU or torch.nn.LSTM, as state dicts.
+
+Behind any prefix there are these tensors, and no others:
+
+- embedding: `.weight` [vocabulary, width] of a module whose name is one of EMBEDDINGS;
+- layers: `{weight,bias}_{ih,hh}_l{k}` of one module (`rnn.weight_ih_l0`), of several modules of one
+  layer each (`rnns.0.weight_ih_l0`), or of cells (`cells.0.weight_ih`); biases may be absent;
+- head: `.weight` [vocabulary, hidden] of a module whose name is one of HEADS, with or without a
+  `.bias`; absent, or with the embedding's values, if it is tied.
+
+A matrix that AWD-LSTM drops weights of is `weight_hh_l0_raw`; `weight_hh_l0` beside it is what the
+last training step left of it, and is not read.
+
+Layers may have different widths (AWD-LSTM's last one is as wide as its embedding). A model here has
+one, so narrower layers are padded with zeros to the widest: rows that are zero give pre-activations
+of 0, for which h and c stay exactly 0, and no matrix reads them but by columns of zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.errors import CheckpointError
+from engine.models.family import StoredTensor, WeightMap
+from engine.models.gated_rnn.config import GatedRnnConfig, GruConfig, LstmConfig
+from engine.models.state_dicts import HELD_AS
+
+EMBEDDINGS = (
+    "encoder", "embedding", "embeddings", "embed", "embeds", "emb", "word_embedding",
+    "word_embeddings", "token_embedding", "token_embeddings", "lookup_table", "wte",
+)  # fmt: skip
+HEADS = (
+    "decoder", "head", "lm_head", "fc", "fc_out", "linear", "lin", "out", "output", "h2o", "proj",
+    "projection", "dense", "classifier", "logits", "to_logits",
+)  # fmt: skip
+SUPPORTED = (
+    "supported are language models of an embedding, layers of torch.nn.GRU or torch.nn.LSTM and a"
+    " head"
+)
+_CELLS: dict[int, type[GatedRnnConfig]] = {one.gates: one for one in (GruConfig, LstmConfig)}
+_RECURRENT = re.compile(  # longer numbers are no index of a layer
+    r"(?P<at>(?:.*\.)?)(?P<kind>(?:weight|bias)_(?:ih|hh|hr))(?:_l(?P<layer>\d{1,9}))?"
+    r"(?P<reverse>_reverse)?(?P<raw>_raw)?"
+)
+_DROPPED_EMBEDDING = "encoder_dp.emb.weight"  # fastai's second name of the embedding
+
+
+def gates_of(stored: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Return the gates of a state dict's recurrent cells, by shape; None if it has no such cells.
+
+    A plain torch.nn.RNN has one; 0: the shapes are of no cell.
+    """
+    for name, shape in stored.items():
+        found = _RECURRENT.fullmatch(name)
+        if found and found["kind"] == "weight_hh":
+            square = len(shape) == 2 and shape[1] > 0 and shape[0] % shape[1] == 0
+            return shape[0] // shape[1] if square else 0
+    return None
+
+
+def layout(
+    stored: Mapping[str, Tensor], config_class: type[GatedRnnConfig]
+) -> tuple[GatedRnnConfig, WeightMap]:
+    """Return the config that names and shapes show, and where the model's tensors are.
+
+    The head is tied if it is absent, or if its values are the embedding's.
+
+    Raises:
+        CheckpointError: it names the first tensor that is missing, unknown or of a shape that
+            contradicts the others.
+        ConfigError: shapes that no model here can have.
+    """
+    source = _Source(stored)
+    cells = source.take_cells(config_class)
+    embedding = source.take(source.module(EMBEDDINGS, "embedding") + ".weight", None, None)
+    vocabulary, width = embedding.shape
+    widths = [stored[cell["weight_hh"]].shape[1] for cell in cells]
+    hidden = max(widths)
+    tensors: dict[str, tuple[StoredTensor, ...]] = {"embedding.weight": (embedding,)}
+    changes = {}
+
+    def put(name: str, part: StoredTensor, gates: int, *shape: int) -> None:
+        tensors[name] = (part,)
+        if part.shape != (gates * shape[0], *shape[1:]):
+            changes[name] = partial(_padded, gates=gates, shape=shape)
+
+    inputs, padded_inputs = width, width
+    for index, (cell, units) in enumerate(zip(cells, widths, strict=True)):
+        at, rows = f"layers.{index}", config_class.gates * units
+        for side, ours, columns, padded in (
+            ("ih", "input", inputs, padded_inputs),
+            ("hh", "recurrent", units, hidden),
+        ):
+            matrix = source.take(cell[f"weight_{side}"], rows, columns)
+            put(f"{at}.{ours}.weight", matrix, config_class.gates, hidden, padded)
+            tensors[f"{at}.{ours}.bias"] = ()  # zeros
+            if bias := cell.get(f"bias_{side}"):
+                part = source.take(bias, rows)
+                put(f"{at}.{ours}.bias", part, config_class.gates, hidden)
+        inputs, padded_inputs = units, hidden
+
+    head, head_bias = source.take_head(vocabulary, inputs)
+    if head is None and inputs != width:
+        raise CheckpointError(
+            f"there is no head ({', '.join(sorted(HEADS))}), and the embedding {embedding.name!r}"
+            f" cannot be it: its width is {width}, that of the last layer {inputs}; {SUPPORTED}"
+        )
+    source.finish()
+    if head is not None and _equal(stored[head.name], stored[embedding.name]):
+        head = None
+    tied = head is None and inputs == hidden
+    if not tied:
+        put("head.weight", head or embedding, 1, vocabulary, hidden)
+    if head_bias is not None:
+        tensors["head_bias"] = (head_bias,)
+    config = config_class(  # type: ignore[call-arg]  # `cell` has a default in each
+        vocab_size=vocabulary,
+        d_model=hidden,
+        d_embedding=width,
+        n_layers=len(cells),
+        tie_embeddings=tied,
+        head_bias=head_bias is not None,
+        dtype=HELD_AS[stored[embedding.name].dtype],
+    )
+    return config, WeightMap(tensors, changes=changes)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _padded(tensor: Tensor, gates: int, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor [gates * n, ...] with each gate padded by zeros to `shape`."""
+    parts = tensor.reshape(gates, -1, *tensor.shape[1:])
+    missing = [new - old for new, old in zip(shape, parts.shape[1:], strict=True)]
+    sides = [side for size in reversed(missing) for side in (0, size)]
+    return functional.pad(parts, sides).flatten(0, 1)
+
+
+_Cell = dict[str, str]  # the names of a recurrent layer's tensors, by kind (`weight_ih`, ...)
+
+
+class _Source:
+    """A state dict from which tensors are taken; tensors left at the end are unknown."""
+
+    def __init__(self, stored: Mapping[str, Tensor]) -> None:
+        self._left = dict(stored)
+
+    def take(self, name: str, *shape: int | None) -> StoredTensor:
+        """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
+        if name not in self._left:
+            raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
+        tensor = self._left.pop(name)
+        if tensor.dtype not in HELD_AS:
+            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
+        size = tuple(tensor.shape)
+        if len(size) != len(shape) or any(
+            want not in (None, one) for want, one in zip(shape, size, strict=True)
+        ):
+            wanted = ", ".join("*" if one is None else str(one) for one in shape)
+            raise CheckpointError(
+                f"tensor {name!r} has shape {list(size)}, but the other tensors require [{wanted}];"
+                f" {SUPPORTED}"
+            )
+        return StoredTensor(name, size)
+
+    def take_cells(self, config_class: type[GatedRnnConfig]) -> list[_Cell]:
+        """Return the recurrent layers, in order."""
+        found = {
+            name: match for name in self._left if (match := _RECURRENT.fullmatch(name)) is not None
+        }
+        self._check_gates(found, config_class)
+        dropped = {_place(match): name for name, match in found.items() if match["raw"] is not None}
+        cells: dict[tuple[str, int], _Cell] = {}
+        for name, match in found.items():
+            if match["raw"] is None and _place(match) in dropped:
+                del self._left[name]
+                continue
+            module, layer, kind = _place(match)
+            cells.setdefault((module, layer), {})[kind] = name
+        if not cells:
+            raise CheckpointError(
+                f"there are no recurrent layers (tensors like 'rnn.weight_hh_l0'); {SUPPORTED}"
+            )
+        modules = {re.sub(r"\d+", "#", at) for at, _ in cells}
+        if len(modules) > 1:
+            raise CheckpointError(
+                "there are recurrent layers in several modules"
+                f" ({', '.join(sorted({at for at, _ in cells}))}); {SUPPORTED}"
+            )
+        order = sorted(cells, key=_order)
+        for at, layer in order:
+            for kind in ("weight_ih", "weight_hh"):
+                if kind not in cells[at, layer]:
+                    raise CheckpointError(f"tensor '{at}{kind}_l{layer}' is missing; {SUPPORTED}")
+            if layer and (at, layer - 1) not in cells:
+                missing = f"{at}weight_ih_l{layer - 1}"
+                raise CheckpointError(f"tensor {missing!r} is missing; {SUPPORTED}")
+        return [cells[key] for key in order]
+
+    def _check_gates(
+        self, found: Mapping[str, re.Match[str]], config_class: type[GatedRnnConfig]
+    ) -> None:
+        """Raise CheckpointError for layers that are not of the family's cell."""
+        for name, match in found.items():
+            if match["reverse"]:
+                raise CheckpointError(
+                    f"tensor {name!r} shows a bidirectional layer, which reads the tokens that come"
+                    f" after one, too; {SUPPORTED}"
+                )
+            if match["kind"].endswith("_hr"):
+                raise CheckpointError(
+                    f"tensor {name!r} shows an LSTM with projections (proj_size), which is not"
+                    f" supported; {SUPPORTED}"
+                )
+        for name, match in found.items():
+            if match["kind"] != "weight_hh":
+                continue
+            shape = list(self._left[name].shape)
+            gates = gates_of({name: tuple(shape)})
+            if gates == config_class.gates:
+                continue
+            if gates == 1:
+                reason = "shows a torch.nn.RNN without gates, which is not supported"
+            elif gates in _CELLS:
+                other = _CELLS[gates].family
+                reason = f"shows {gates} gates: {other.upper()} layers, of the family {other}"
+            else:
+                reason = (
+                    f"is of no cell; [{config_class.gates} n, n] is one of {config_class.family}"
+                )
+            raise CheckpointError(f"tensor {name!r} {shape} {reason}; {SUPPORTED}")
+
+    def module(self, names: Collection[str], what: str) -> str:
+        """Return the only module of one of these names that has a weight."""
+        modules = self._modules(names, "weight")
+        if len(modules) != 1:
+            several = f"several ({', '.join(modules)})" if modules else "none"
+            raise CheckpointError(
+                f"there must be one tensor of the {what}, named .weight behind"
+                f" {', '.join(sorted(names))}; there are {several}; {SUPPORTED}"
+            )
+        return modules[0]
+
+    def _modules(self, names: Collection[str], kind: str) -> list[str]:
+        paths = [name.rpartition(".") for name in self._left if not _is_copy(name)]
+        return [at for at, _, last in paths if last == kind and at.rpartition(".")[2] in names]
+
+    def take_head(
+        self, vocabulary: int, width: int
+    ) -> tuple[StoredTensor | None, StoredTensor | None]:
+        """Return the head's matrix and bias; None where there is none."""
+        weights, biases = self._modules(HEADS, "weight"), self._modules(HEADS, "bias")
+        head = (
+            self.take(self.module(HEADS, "head") + ".weight", vocabulary, width)
+            if weights
+            else None
+        )
+        if not biases or (weights and biases != weights):
+            return head, None  # a bias of another module is unknown
+        return head, self.take(f"{biases[0]}.bias", vocabulary)
+
+    def finish(self) -> None:
+        """Raise CheckpointError if tensors are left."""
+        left = [name for name in self._left if not _is_copy(name)]
+        if left:
+            named = [f"{name!r} {list(self._left[name].shape)}" for name in left]
+            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+            raise CheckpointError(
+                f"tensor {', '.join(named[:3])}{more} is not part of a known layout; {SUPPORTED}"
+            )
+
+
+def _order(place: tuple[str, int]) -> tuple[list[int], int]:
+    """Return by what layers are sorted: the numbers in a module's name, then the layer in it."""
+    return [int(number) for number in re.findall(r"\d+", place[0])], place[1]
+
+
+def _is_copy(name: str) -> bool:
+    return name == _DROPPED_EMBEDDING or name.endswith("." + _DROPPED_EMBEDDING)
+
+
+def _place(match: re.Match[str]) -> tuple[str, int, str]:
+    """Return the module, layer and kind of a recurrent tensor.
+
+    A module that drops weights, of which `module` is the one inside, counts as that one.
+    """
+    return match["at"].removesuffix("module."), int(match["layer"] or 0), match["kind"]
