@@ -151,6 +151,10 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "lstm_step(Tensor pre, Tensor recurrent, Tensor(a!) hidden, Tensor(b!) cell, Tensor slots) "
       "-> Tensor");
+  // either's step with both products, W x + b and U h + c, on CUDA; up to eight rows of two bytes
+  m.def(
+      "gated_decode(Tensor x, Tensor input_weight, Tensor input_bias, Tensor weight, Tensor bias, "
+      "Tensor(a!) hidden, Tensor(b!)? cell, Tensor slots) -> Tensor");
   // masks of rows, and penalties, biases and bans of their slots, laid on logits; the token that a
   // row has read is counted
   m.def(
@@ -323,6 +327,7 @@ STABLE_TORCH_LIBRARY_IMPL(minserve, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(minserve, CUDA, m) {
   implement(m);
 #ifdef MINSERVE_CUDA
+  m.impl("gated_decode", TORCH_BOX(&minserve::gated_decode));
   m.impl("selected_step", TORCH_BOX(&minserve::selected_step));
   m.impl("linear_map", TORCH_BOX(&minserve::linear_map));
   m.impl("linear_swiglu", TORCH_BOX(&minserve::linear_swiglu));

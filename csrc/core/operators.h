@@ -119,6 +119,9 @@ std::string cluster_decode_refusal(std::int64_t layers, std::int64_t width, std:
                                    std::int64_t hidden, std::int64_t taps);
 
 #ifdef MINSERVE_CUDA
+Tensor gated_decode(const Tensor& x, const Tensor& input_weight, const Tensor& input_bias,
+                    const Tensor& weight, const Tensor& bias, const Tensor& hidden,
+                    const MaybeTensor& cell, const Tensor& slots);
 Tensor selected_step(const Tensor& x, const Tensor& selection, const Tensor& dt_weight,
                      const Tensor& A, const Tensor& D, const Tensor& dt_bias, const MaybeTensor& z,
                      const Tensor& state, const Tensor& slots, std::optional<double> norm_eps);

@@ -39,6 +39,18 @@ struct GatedRnnArgs {
   MS_HD std::int64_t gates() const { return is_lstm() ? kLstmGates : kGruGates; }
 };
 
+// A step that computes both of its products itself, on CUDA, for up to kDecodeRows rows.
+struct GatedDecodeArgs {
+  GatedRnnArgs step;  // whose weight and bias are U and c; there is neither pre nor recurrent
+  Stream x;           // [batch, width]
+  std::int64_t width = 0;
+  Stream input_weight;    // W [gates of units, width]
+  GateVector input_bias;  // b
+  float* next = nullptr;  // [batch, units]
+};
+
+constexpr int kDecodeRows = 8;
+
 // --- the CPU
 
 // A sequence that a scan reads.
@@ -80,9 +92,10 @@ MS_DECLARE_PER_PRODUCT_ISA(GatedScanFn gated_scan_kernel(Dtype dtype, bool lstm)
 namespace cuda {
 // Bytes of memory on the device between the blocks of a scan.
 std::int64_t gated_scan_exchange_bytes(const GatedRnnArgs& args, Dtype dtype);
-// Both enqueue on the stream.
+// They enqueue on the stream.
 void gated_scan(const GatedRnnArgs& args, Dtype dtype, void* exchange, int device, void* stream);
 void gated_step(const GatedRnnArgs& args, Dtype dtype, int device, void* stream);
+void gated_decode(const GatedDecodeArgs& args, Dtype dtype, int device, void* stream);
 }  // namespace cuda
 #endif
 

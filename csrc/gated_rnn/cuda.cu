@@ -1,5 +1,6 @@
 // The launches of the scans and steps of GRU and LSTM.
 #include "../core/launch.cuh"
+#include "decode.cuh"
 #include "scan.cuh"
 #include "step.cuh"
 
@@ -43,6 +44,22 @@ void launch_scan(const GatedRnnArgs& args, void* exchange, int device, cudaStrea
         .cooperative()
         .launch(kKernel, "a scan of a GRU or LSTM", args, grid.plan);
   });
+}
+
+template <class T, class Unit>
+void launch_decode(const GatedDecodeArgs& args, int device, cudaStream_t stream) {
+  constexpr auto kKernel = &gated_decode_kernel<T, Unit>;
+  const std::int64_t units = args.step.layout.channels;
+  const std::int64_t shared = decode_shared_bytes<Unit::kGates>(args.width, units);
+  if (shared > most_shared(device)) {
+    throw std::runtime_error("minserve: a GRU's or LSTM's decode step takes narrower layers");
+  }
+  allow_shared<kKernel>(device);
+  const Grid grid{dim3(static_cast<unsigned>(units / kOctet)), kScanThreads,
+                  static_cast<int>(shared)};
+  launch_early<kKernel>(grid, stream, "a decode step of a GRU or LSTM", args);
+  launch_early<&move_hidden_kernel>(row_grid(args.step.layout.tokens, units), stream,
+                                    "states of a GRU or LSTM", args);
 }
 
 template <class T, class Unit, int kVec>
@@ -96,6 +113,17 @@ void gated_step(const GatedRnnArgs& args, Dtype dtype, int device, void* stream_
     if (args.is_lstm()) return launch_step<T, LstmUnit<float>>(args, stream);
     launch_step<T, GruUnit<float>>(args, stream);
   });
+}
+
+void gated_decode(const GatedDecodeArgs& args, Dtype dtype, int device, void* stream_handle) {
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = static_cast<cudaStream_t>(stream_handle);
+  const auto launch = [&](auto number) {
+    using T = decltype(number);
+    if (args.step.is_lstm()) return launch_decode<T, LstmUnit<float>>(args, device, stream);
+    launch_decode<T, GruUnit<float>>(args, device, stream);
+  };
+  dtype == Dtype::bf16 ? launch(bf16{}) : launch(f16{});
 }
 
 }  // namespace cuda

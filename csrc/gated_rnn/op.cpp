@@ -28,8 +28,7 @@ StateRows state_rows(const Check& check, const Tensor& state, const char* name,
   return {static_cast<float*>(state.mutable_data_ptr()), state.stride(0)};
 }
 
-// What scan and step have in common; `h` is new.
-GatedRnnArgs arguments(const Check& check, const Tensor& pre, const States& states, bool packed) {
+GatedRnnArgs states_of(const Check& check, const States& states) {
   GatedRnnArgs args;
   args.hidden = state_rows(check, states.hidden, "hidden", -1);
   const std::int64_t units = states.hidden.size(1);
@@ -41,7 +40,13 @@ GatedRnnArgs arguments(const Check& check, const Tensor& pre, const States& stat
     static float none = 0;
     if (!args.cell.data) args.cell.data = &none;
   }
-  check.tensor(pre, "pre", pre.scalar_type(), {-1, states.gates() * units},
+  return args;
+}
+
+// What scan and step have in common.
+GatedRnnArgs arguments(const Check& check, const Tensor& pre, const States& states, bool packed) {
+  GatedRnnArgs args = states_of(check, states);
+  check.tensor(pre, "pre", pre.scalar_type(), {-1, states.gates() * states.hidden.size(1)},
                states.pre_shape(packed));
   return args;
 }
@@ -151,6 +156,63 @@ Tensor step(const Check& check, const Tensor& pre_given, const Tensor& recurrent
 }
 
 }  // namespace
+
+#ifdef MINSERVE_CUDA
+Tensor gated_decode(const Tensor& x_given, const Tensor& input_weight, const Tensor& input_bias,
+                    const Tensor& weight, const Tensor& bias, const Tensor& hidden,
+                    const MaybeTensor& cell, const Tensor& slots_given) {
+  const Check check("gated_decode", x_given, "x");
+  const ScalarType type = x_given.scalar_type();
+  check.require(type == ScalarType::BFloat16 || type == ScalarType::Half,
+                "x must be bfloat16 or float16, got ", describe(x_given));
+  check.tensor(x_given, "x", type, {-1, -1}, "[batch, width]");
+  const States states{hidden, cell ? &*cell : nullptr};
+  const std::int64_t batch = x_given.size(0), width = x_given.size(1), units = hidden.size(1);
+  const std::int64_t wide = states.gates() * units;
+  check.require(batch <= kDecodeRows, "x must have up to ", kDecodeRows, " rows, got ",
+                describe(x_given));
+  GatedDecodeArgs args;
+  args.step = states_of(check, states);
+  check.tensor(input_weight, "input_weight", type, {wide, width}, "[gates * units, width]");
+  check.tensor(weight, "weight", type, {wide, units}, "[gates * units, units]");
+  check.tensor(input_bias, "input_bias", type, {wide}, "[gates * units]");
+  check.tensor(bias, "bias", type, {wide}, "[gates * units]");
+  const Tensor x = with_rows(x_given), slots = torch::stable::contiguous(slots_given);
+  const auto placed = [&](const Tensor& t, const char* name, std::int64_t bytes) {
+    check.require(
+        reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % static_cast<std::size_t>(bytes) ==
+                0 &&
+            t.stride(0) * bytes_of(t) % bytes == 0,
+        name, " must have rows that begin at multiples of ", bytes, " bytes, got ", describe(t));
+  };
+  // A copy of a weight would be written by the kernel before, which may not have ended when the
+  // step reads it.
+  check.require(input_weight.is_contiguous() && weight.is_contiguous() &&
+                    input_bias.is_contiguous() && bias.is_contiguous(),
+                "weights and biases must be contiguous");
+  check.require(units % 8 == 0 && width % 8 == 0, "width and units must be multiples of 8, got ",
+                width, " and ", units);
+  placed(input_weight, "input_weight", 16);
+  placed(weight, "weight", 16);
+  placed(x, "x", 4);
+  args.step.layout = step_layout(check, slots, hidden.size(0), batch, units);
+  Tensor h = torch::stable::new_empty(x, {batch, units});
+  Tensor next = torch::stable::new_empty(x, {batch, units}, ScalarType::Float);
+  args.step.weight = rows_of(weight);
+  args.step.bias = {bias.const_data_ptr(), false};
+  args.step.h = output_stream(h);
+  args.x = rows_of(x);
+  args.width = width;
+  args.input_weight = rows_of(input_weight);
+  args.input_bias = {input_bias.const_data_ptr(), false};
+  args.next = static_cast<float*>(next.mutable_data_ptr());
+  if (batch > 0 && units > 0) {
+    cuda::gated_decode(args, type == ScalarType::Half ? Dtype::f16 : Dtype::bf16,
+                       x.get_device_index(), current_stream(x));
+  }
+  return h;
+}
+#endif
 
 Tensor gru_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
                 const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& slots) {

@@ -27,6 +27,9 @@ from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import spans
 
 _IN_LIBRARY = hasattr(torch.ops.minserve, "gru_scan")
+_DECODES = hasattr(torch.ops.minserve, "gated_decode")
+_MOST_DECODE_ROWS = 8  # kDecodeRows in csrc/gated_rnn/args.h
+_MOST_DECODE_WIDTHS = 4096  # of x and h together: what fits the shared memory of every GPU
 
 
 def gru_scan(
@@ -139,6 +142,54 @@ def lstm_step(
     if _is_composed(pre):
         return composed_step(pre, recurrent, hidden, cell, slots)
     h: Tensor = torch.ops.minserve.lstm_step(pre, recurrent, hidden, cell, slots)
+    return h
+
+
+def decodes(x: Tensor, units: int) -> bool:
+    """Return whether `gated_decode` takes these rows x [batch, width] and a layer of `units`."""
+    return (
+        _DECODES
+        and x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and len(x) <= _MOST_DECODE_ROWS
+        and x.shape[1] % 8 == units % 8 == 0
+        and x.shape[1] + units <= _MOST_DECODE_WIDTHS
+    )
+
+
+def gated_decode(
+    x: Tensor,
+    input_weight: Tensor,
+    input_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    hidden: Tensor,
+    cell: Tensor | None,
+    slots: Tensor,
+) -> Tensor:
+    """Compute a step with both of its products, W x + b and U h + c, of a few rows.
+
+    CUDA alone, where `decodes` says so. A row's bits depend on that row only. Weights and biases
+    are read before the previous kernel on the stream has ended, so no kernel may be writing them.
+
+    Args:
+        x: inputs [batch, width], bfloat16 or float16; up to 8 rows.
+        input_weight, input_bias: W [gates * units, width] and b [gates * units], x's dtype.
+        weight, bias: U [gates * units, units] and c [gates * units], x's dtype. All four
+            contiguous; width and units are multiples of 8.
+        hidden, cell, slots: as for `lstm_step`, or without `cell` for `gru_step`; hidden and cell
+            are **changed in place**.
+
+    Returns:
+        h [batch, units] in x's dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes, alignments or devices do not fit; NotImplementedError on the
+            CPU.
+    """
+    h: Tensor = torch.ops.minserve.gated_decode(
+        x, input_weight, input_bias, weight, bias, hidden, cell, slots
+    )
     return h
 
 
@@ -260,6 +311,12 @@ def _fake_step(pre: Tensor, recurrent: Tensor, hidden: Tensor, *_: Any) -> Tenso
     return pre.new_empty(pre.shape[0], hidden.shape[1])
 
 
+def _fake_decode(x: Tensor, input_weight: Tensor, b: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+if _DECODES:
+    torch.library.register_fake("minserve::gated_decode", _fake_decode)
 if _IN_LIBRARY:
     for _cell in ("gru", "lstm"):
         torch.library.register_fake(f"minserve::{_cell}_scan", _fake_scan)

@@ -1,9 +1,9 @@
 """A layer of GRU or LSTM, its input products included, beside torch.nn's (on a GPU cuDNN's).
 
 A scan's row is `linear` of all tokens and then gru_scan or lstm_scan; a step's row is both products
-of one token of every sequence, and gru_step or lstm_step. torch.nn's module computes the same, as a
-multiple of our time; in float32 without TF32, which cuDNN would use. Bytes are ideal: x and h once,
-both matrices once, states in both directions.
+of one token of every sequence, and gru_step or lstm_step, or for a few rows on a GPU gated_decode.
+torch.nn's module computes the same, as a multiple of our time; in float32 without TF32, which cuDNN
+would use. Bytes are ideal: x and h once, both matrices once, states in both directions.
 
 The error is that of h against the module in float64, over the first 512 tokens; torch's own stands
 in the remarks.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.ops import gru_scan, gru_step, lstm_scan, lstm_step
+from engine.ops.gated_rnn import decodes, gated_decode
 from loadtest.operators.exact import relative_error
 from loadtest.operators.limits import Limits
 from loadtest.operators.recurrences import measure_recurrence
@@ -52,6 +53,11 @@ class _Layer:
     def inputs(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.module.weight_ih_l0, self.module.bias_ih_l0)
 
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W, b, U and c."""
+        module = self.module
+        return module.weight_ih_l0, module.bias_ih_l0, module.weight_hh_l0, module.bias_hh_l0
+
     def scan(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Read packed x [tokens, units]."""
         weights = self.module.weight_hh_l0, self.module.bias_hh_l0
@@ -61,6 +67,10 @@ class _Layer:
 
     def step(self, x: Tensor) -> Tensor:
         """Read one token of every sequence, x [batch, units]."""
+        if decodes(x, self.units):
+            cell = self.states[1] if len(self.states) > 1 else None
+            W, b, U, c = self._weights()
+            return gated_decode(x, W, b, U, c, self.states[0], cell, self.slots)
         last = self.states[0].to(x.dtype)
         recurrent = functional.linear(last, self.module.weight_hh_l0, self.module.bias_hh_l0)
         function: Any = gru_step if self.cell == "gru" else lstm_step

@@ -3,6 +3,7 @@
 // must give the same bits.
 #include "cases.h"
 
+#include "gated_rnn/decode.cuh"
 #include "gated_rnn/scan.cuh"
 #include "gated_rnn/step.cuh"
 
@@ -62,6 +63,9 @@ class Driver {
     for (int split : case_.splits) check_split(split, first);
     check_alone(first);
     check_steps();
+    if constexpr (sizeof(T) == 2) {
+      if (case_.units % 8 == 0 && case_.extra_stride % 8 == 0) check_decode();
+    }
   }
 
  private:
@@ -339,6 +343,80 @@ class Driver {
                       [=] { cuda::gated_step_kernel<T, Unit, kVec>(args); }, grid.blocks.y});
     emulator::run(static_cast<unsigned>(case_.seeds.back()));
     return result_of(given, initial());
+  }
+
+  // The first tokens of up to eight sequences, whose x are rows of numbers of another width.
+  void check_decode() const {
+    constexpr long kWidth = 56;
+    std::vector<Piece> pieces;
+    for (int s = 0; s < sequences() && pieces.size() < 8; ++s) {
+      if (case_.lengths[at(s)] > 0) pieces.push_back({s, 0, 1});
+    }
+    if (pieces.empty()) return;
+    const long wide = kGates * case_.units, count = static_cast<long>(pieces.size());
+    const std::vector<T> x = numbers<T>(count * kWidth, 7, 1.0f);
+    const std::vector<T> weight = numbers<T>(wide * kWidth, 8, 0.2f);
+    const std::vector<T> bias = numbers<T>(wide, 9, 0.5f);
+    Result first;
+    for (int seed : case_.seeds) {
+      Given given;
+      prepare(given, pieces, 0, initial());
+      GatedDecodeArgs args;
+      args.step = given.args;
+      Tensor<T> of_x{"x"}, of_weight{"W"}, of_bias{"b"};
+      Tensor<float> next{"next"};
+      of_x.values = x, of_weight.values = weight, of_bias.values = bias;
+      next.values.assign(at(count * case_.units), NAN);
+      for (Tensor<T>* tensor : {&of_x, &of_weight, &of_bias}) {
+        tensor->to_device(emulator::Use::read);
+      }
+      next.to_device(emulator::Use::write);
+      args.x = {of_x.device, kWidth};
+      args.width = kWidth;
+      args.input_weight = {of_weight.device, kWidth};
+      args.input_bias = {of_bias.device, false};
+      args.next = next.device;
+      emulator::launch({"gated decode", static_cast<unsigned>(case_.units / 8), cuda::kScanThreads,
+                        at(cuda::decode_shared_bytes<kGates>(kWidth, case_.units)), true,
+                        [=] { cuda::gated_decode_kernel<T, Unit>(args); }});
+      const cuda::Grid grid = cuda::row_grid(count, case_.units);
+      emulator::launch({"states", grid.blocks.x, grid.threads, 0, true,
+                        [=] { cuda::move_hidden_kernel(args); }, grid.blocks.y});
+      emulator::run(static_cast<unsigned>(seed));
+      const Result result = result_of(given, initial());
+      if (seed == case_.seeds[0]) first = result;
+      same(result, first, " of a decode step");
+    }
+    for (long i = 0; i < count; ++i) {
+      const int s = pieces[at(i)].sequence;
+      const long row = begin_[at(s)], slot = real(s) ? case_.slots[at(s)] : 0;
+      std::vector<double> h = state_of(0, slot), c = state_of(1, slot);
+      std::vector<double> of_x(at(wide)), of_h(at(wide));
+      for (long g = 0; g < wide; ++g) {
+        of_x[at(g)] = value_of(bias[at(g)]);
+        for (long k = 0; k < kWidth; ++k) {
+          of_x[at(g)] += value_of(weight[at(g * kWidth + k)]) * value_of(x[at(i * kWidth + k)]);
+        }
+        of_h[at(g)] = case_.bias ? value_of(bias_[at(g)]) : 0.0;
+        for (long k = 0; k < case_.units; ++k) {
+          of_h[at(g)] +=
+              value_of(weight_[at(g * case_.units + k)]) * value_of(rounded<T>(h[at(k)]));
+        }
+      }
+      advance(of_x, of_h, case_.units, h, c);
+      for (long u = 0; u < case_.units; ++u) {
+        check_value<T>(value_of(first.h[at(row * case_.units + u)]), real(s) ? h[at(u)] : 0.0,
+                       "h of a decode step", row, u);
+        if (!real(s)) continue;
+        const std::size_t place = at(slot * stride() + u);
+        check_value<float>(static_cast<double>(first.states[0][place]), h[at(u)], "hidden", slot,
+                           u);
+        if (kLstm) {
+          check_value<float>(static_cast<double>(first.states[1][place]), c[at(u)], "cell", slot,
+                             u);
+        }
+      }
+    }
   }
 
   const Case case_;

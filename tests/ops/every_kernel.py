@@ -10,6 +10,7 @@ linear maps in every form of csrc/gemm/heuristics.h, whole steps and clustered o
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from engine.ops.fused_norm import (
     rms_norm,
     swiglu,
 )
+from engine.ops.gated_rnn import decodes, gated_decode
 from engine.ops.gemm import (
     SQUARE_ROWS,
     best_of,
@@ -386,6 +388,8 @@ def clustered_steps() -> None:
 def gated_recurrences(lengths: list[int], units: int, dtype: torch.dtype) -> None:
     """GRU and LSTM; the weight in shared memory or not, as `units` says."""
     tokens, cu_seqlens, slots = batch(lengths)
+    scan: Any
+    step: Any
     for gates, scan, step in (
         (3, ops.gru_scan, ops.gru_step),
         (4, ops.lstm_scan, ops.lstm_step),
@@ -395,6 +399,12 @@ def gated_recurrences(lengths: list[int], units: int, dtype: torch.dtype) -> Non
         bias = random(gates * units, dtype=torch.float32)
         scan(pre, weight.to(dtype), bias, cu_seqlens, *states, slots)
         step(pre[: len(lengths)], pre[-len(lengths) :], *states, slots)
+        x = random(len(lengths), 88, dtype=dtype)
+        if decodes(x, units):
+            weights = [random(gates * units, *shape, dtype=dtype) for shape in ((88,), ())]
+            weights += [weight.to(dtype), bias.to(dtype)]
+            decode: Any = gated_decode
+            decode(x, *weights, states[0], states[1] if gates == 4 else None, slots)
 
 
 def main() -> None:

@@ -305,6 +305,50 @@ def test_a_step_continues_a_scan(kind: str, device: str) -> None:
 
 @library
 @cells
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("width", "units"), [(8, 8), (40, 72), (72, 264), (1024, 1024), (2096, 2000)]
+)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.gpu
+def test_decode_steps_with_their_products(
+    kind: str, dtype: torch.dtype, width: int, units: int, batch: int
+) -> None:
+    slots = int32(*(4, -1, 0, 11, 7, 3, 5, 2)[:batch])
+    case = Case(kind, units, (1,) * batch, tuple(slots.tolist()), tail=0)
+    x, input_bias = exact(batch, width, seed=7), exact(GATES[kind] * units, seed=8, scale=0.5)
+    input_weight = exact(GATES[kind] * units, width, seed=9, scale=width**-0.5)
+    case.pre = nn.functional.linear(x, input_weight, input_bias)
+    h, states = case.wanted()
+    held = case.states("cuda")
+    before = [state.clone() for state in held]
+    assert case.bias is not None
+    given = [one.to("cuda", dtype) for one in (x, input_weight, input_bias, case.weight, case.bias)]
+    assert gated_rnn.decodes(given[0], units)
+    cell = held[1] if kind == "lstm" else None
+    rows = slots.cuda()
+    decode: Any = gated_rnn.gated_decode
+    got = decode(*given, held[0], cell, rows)
+    near(got, h, dtype)
+    for state, want in zip(held, states, strict=True):
+        near(state, want, dtype)
+    # The same in a graph, and of a row alone.
+    for state, first in zip(held, before, strict=True):
+        state.copy_(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = decode(*given, held[0], cell, rows)
+    graph.replay()
+    same_bits(captured, got.cpu())
+    last = [state.clone() for state in before]
+    alone = decode(
+        *(given[0][-1:], *given[1:], last[0], last[1] if kind == "lstm" else None, rows[-1:])
+    )
+    same_bits(alone, got[-1:].cpu())
+
+
+@library
+@cells
 @devices
 def test_saturated_gates_and_small_states(kind: str, device: str) -> None:
     """Gates far out are 0 or 1, and tanh of small numbers keeps its relative accuracy."""

@@ -24,6 +24,7 @@ from engine.models.program import GatedCell, LayerProgram
 from engine.models.quantize import dequantize
 from engine.models.quantized import QuantLinear, linear
 from engine.ops import gru_scan, gru_step, lstm_scan, lstm_step
+from engine.ops.gated_rnn import decodes, gated_decode
 
 
 class Layer(RecurrentLayer):
@@ -62,7 +63,12 @@ class Layer(RecurrentLayer):
         self, x: Tensor, state: Mapping[str, Tensor], slots: Tensor, per_channel: Tensor | None
     ) -> Tensor:
         """Read one token each, x [batch, width]; updates the state as `scan` does."""
-        pre, hidden = self.input(x), state["hidden"]
+        hidden, plain = state["hidden"], (self.input, self.recurrent)
+        if all(isinstance(one, nn.Linear) for one in plain) and decodes(x, hidden.shape[1]):
+            W, b = self.input.weight, cast("Tensor", self.input.bias)
+            U, c = self.recurrent.weight, cast("Tensor", self.recurrent.bias)
+            return gated_decode(x, W, b, U, c, hidden, state.get("cell"), slots)
+        pre = self.input(x)
         last = hidden.index_select(0, slots.clamp(0, len(hidden) - 1))  # padding reads any row
         recurrent = self.recurrent(last.to(pre.dtype))
         if self.cell == "gru":
