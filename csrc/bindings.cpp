@@ -169,12 +169,13 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   // a whole packed language model on the CPU: one token of every row -> logits [batch, vocab]
   m.def(
       "lm_step(Tensor tokens, Tensor slots, Tensor weights, Tensor plan, Tensor(a!) cell, "
-      "Tensor(b!)? conv, Tensor(c!)? i_conv=None, Tensor(d!)? f_conv=None) -> Tensor");
+      "Tensor(b!)? conv, Tensor(c!)? i_conv=None, Tensor(d!)? f_conv=None, "
+      "Tensor(e!)? memory=None) -> Tensor");
   // packed prompts -> hidden states after the final norm [tokens, d_model]
   m.def(
       "lm_prefill(Tensor tokens, Tensor cu_seqlens, Tensor slots, Tensor weights, Tensor plan, "
-      "Tensor(a!) cell, Tensor(b!)? conv, Tensor(c!)? i_conv=None, Tensor(d!)? f_conv=None) "
-      "-> Tensor");
+      "Tensor(a!) cell, Tensor(b!)? conv, Tensor(c!)? i_conv=None, Tensor(d!)? f_conv=None, "
+      "Tensor(e!)? memory=None) -> Tensor");
   // such hidden states -> logits [n, vocab]
   m.def("lm_logits(Tensor hidden, Tensor weights, Tensor plan) -> Tensor");
   // Linear maps on Hopper (there alone) with their neighbours folded in. x is the residual stream

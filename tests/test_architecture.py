@@ -206,7 +206,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "pinned_copy": {"arch", "core"},
     "cpu_product": {"core"},
     "gated_rnn": {"arch", "core", "cells", "cpu_product"},
-    "cpu_model": {"core", "cells", "cpu_product", "selective", "ssd"},
+    "cpu_model": {"core", "cells", "cpu_product", "gated_rnn", "selective", "ssd"},
     "gemm": {"arch", "core", "cells"},
     "cublaslt": {"core"},
     "fused_norm": {"core", "cells"},

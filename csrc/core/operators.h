@@ -86,10 +86,11 @@ void copy_words_(const Tensor& to, const Tensor& source, std::int64_t first_zero
                  std::int64_t zeros);
 Tensor lm_step(const Tensor& tokens, const Tensor& slots, const Tensor& weights, const Tensor& plan,
                const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
-               const MaybeTensor& f_conv);
+               const MaybeTensor& f_conv, const MaybeTensor& memory);
 Tensor lm_prefill(const Tensor& tokens, const Tensor& cu_seqlens, const Tensor& slots,
                   const Tensor& weights, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv);
+                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv,
+                  const MaybeTensor& memory);
 Tensor lm_logits(const Tensor& hidden, const Tensor& weights, const Tensor& plan);
 
 std::tuple<std::int64_t, std::int64_t> cell_traits(const std::string& cell);

@@ -1,6 +1,7 @@
 // The language model on the CPU: the phases of a step or of a prefill, as every thread of a team
 // goes through them. Compiled once per instruction set; see core/vec.h.
 #include "../core/subnormals_cpu.h"
+#include "gated_recurrence.h"
 #include "selection.h"
 #include "ssd_inputs.h"
 
@@ -49,6 +50,8 @@ class Model {
       return head(to_.fed);
     }
     embed();
+    if (plan_.rnn_gates == kGruGates) return gated_layers<GruUnit<VF>>();
+    if (plan_.rnn_gates == kLstmGates) return gated_layers<LstmUnit<VF>>();
     wait_before(first_matrix(work_.layers[0]));
     for (std::int64_t l = 0; l < plan_.layers; ++l) {
       if (plan_.heads > 0) {
@@ -75,7 +78,7 @@ class Model {
  private:
   static constexpr std::int64_t kElement = sizeof(typename Fed::element);
 
-  float* x(std::int64_t row) const { return to_.x + row * plan_.width; }
+  float* x(std::int64_t row) const { return to_.x + row * plan_.embedding_width; }
 
   // --- waiting, and what is read after it
 
@@ -105,11 +108,11 @@ class Model {
   template <class F>
   void each_piece(const F& f) const {  // (row, begin, end): a row's channels in runs
     constexpr std::int64_t run = 64;
-    const std::int64_t runs = (plan_.width + run - 1) / run;
+    const std::int64_t width = plan_.embedding_width, runs = (width + run - 1) / run;
     const Range mine = part_of(work_.rows * runs, thread_, team_.size);
     for (std::int64_t i = mine.begin; i < mine.end; ++i) {
       const std::int64_t begin = i % runs * run;
-      f(i / runs, begin, begin + run < plan_.width ? begin + run : plan_.width);
+      f(i / runs, begin, begin + run < width ? begin + run : width);
     }
   }
   void embed() const {
@@ -332,6 +335,76 @@ class Model {
     }
     if (!own) wait_before(layer.out);
     return to;
+  }
+
+  // --- layers of GRU or LSTM, which read the embedding and then each other's h
+
+  template <class Unit>
+  void gated_layers() {
+    const std::int64_t stride = fed_row_bytes(plan_.embedding_width, kElement);
+    each_piece([&](std::int64_t row, std::int64_t begin, std::int64_t end) {  // those of embed()
+      each_vector(begin, end, [&](std::int64_t c, auto lanes) {
+        Fed::put(to_.fed + row * stride, c, load<VF>(x(row) + c, lanes));
+      });
+    });
+    feed_states();
+    wait_before(work_.layers[0].gates);
+    for (std::int64_t l = 0; l < plan_.layers; ++l) {
+      gated_layer<Unit>(l, l == 0 ? stride : h_stride_);
+      if (l + 1 < plan_.layers) wait_before(work_.layers[l + 1].gates);
+    }
+    if (!work_.logits) return;
+    wait_before(plan_.head);
+    head(rows_of_h(plan_.layers - 1));
+  }
+  char* rows_of_h(std::int64_t l) const { return l % 2 == 0 ? to_.h : to_.fed; }
+  // h of all runs before step t.
+  char* carried(std::int64_t l, std::int64_t t) const {
+    return to_.carried + (2 * l + t % 2) * work_.run_count * h_stride_;
+  }
+  void feed_states() const {
+    const Range mine = part_of(plan_.layers * work_.run_count, thread_, team_.size);
+    for (std::int64_t i = mine.begin; i < mine.end; ++i) {
+      const std::int64_t l = i / work_.run_count, r = i % work_.run_count;
+      const std::int64_t slot = work_.runs[r].slot;
+      const float* const h =
+          static_cast<const float*>(work_.cell) + l * work_.cell_layer + slot * work_.cell_slot;
+      each_vector(0, plan_.inner, [&](std::int64_t c, auto lanes) {
+        Fed::put(carried(l, 0) + r * h_stride_, c,
+                 slot < 0 ? splat<VF>(0.0f) : load<VF>(h + c, lanes));
+      });
+    }
+  }
+
+  // W x + b of all rows, then step by step U h + c of all sequences. A thread has the same units in
+  // both, so nobody waits between the two.
+  template <class Unit>
+  void gated_layer(std::int64_t l, std::int64_t stride) {
+    const LayerPlan& layer = work_.layers[l];
+    const std::int64_t columns = layer.gates.panels() * kPanel;
+    product(layer.gates, l == 0 ? to_.fed : rows_of_h(l - 1), stride,
+            [&](std::int64_t row, std::int64_t panel, std::int64_t panels, const float* sums) {
+              const Output out{layer.gates, panel, sums};
+              float* const to = to_.pre + row * columns + panel * kPanel;
+              for (std::int64_t p = 0; p < panels; ++p) {
+#pragma GCC unroll 4
+                for (int part = 0; part < kParts; ++part) {
+                  store(to + p * kPanel + part * kWidth, out.vector(p, part), Full{});
+                }
+              }
+            });
+    const Cut mine = cut(layer.recurrent);
+    GatedRecurrence<Fed, Unit> advance(work_, l, rows_of_h(l), h_stride_);
+    advance.skip(mine.panels);
+    const std::int64_t steps = work_.run_count > 0 ? work_.runs[0].length : 0;
+    std::int64_t running = work_.run_count;
+    for (std::int64_t t = 0; t < steps; ++t) {
+      if (t > 0) wait_before(layer.recurrent);
+      while (work_.runs[running - 1].length <= t) --running;
+      const Range runs = work_.layout.cu_seqlens ? Range{0, running} : mine.rows;
+      advance.begin(t, carried(l, t + 1));
+      multiply<Fed>(layer.recurrent, carried(l, t), h_stride_, runs, mine.panels, advance);
+    }
   }
 
   void convolve_rows(std::int64_t l) const {

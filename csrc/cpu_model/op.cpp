@@ -4,6 +4,7 @@
 #include "../core/cpu_isa.h"
 #include "../core/operators.h"
 #include "../cpu_product/run_in_team.h"
+#include "../gated_rnn/runs.h"
 #include "plan_check.h"
 
 namespace minserve {
@@ -38,13 +39,19 @@ class Call {
     const std::int64_t element = MS_BY_PRODUCT_ISA(fed_bytes)(p.half), rows = work.rows;
     const auto bytes = [&](std::int64_t width) { return rows * fed_row_bytes(width, element); };
     const std::int64_t own = threads_ * kOwnRows * fed_row_bytes(p.width, element);
-    work.buffers.x = floats(rows * p.width);
+    const std::int64_t widest = std::max(p.width, p.embedding_width);
+    work.buffers.x = floats(rows * p.embedding_width);
     char* at = reinterpret_cast<char*>(
-        floats((bytes(p.width) + bytes(p.inner) + bytes(p.hidden) + own) / 4));
+        floats((bytes(widest) + bytes(p.inner) + bytes(p.hidden) + own) / 4));
     work.buffers.fed = at;
-    work.buffers.h = at += bytes(p.width);
+    work.buffers.h = at += bytes(widest);
     work.buffers.mlp = at += bytes(p.inner);
     work.buffers.own = at + bytes(p.hidden);
+    if (p.rnn_gates > 0 && work.tokens) {
+      work.buffers.pre = floats(rows * p.rnn_gates * up_to(p.inner, kPanel));
+      work.buffers.carried = reinterpret_cast<char*>(
+          floats(p.layers * 2 * work.run_count * fed_row_bytes(p.inner, element) / 4));
+    }
     if (p.states > 0) work.buffers.gate = floats(rows * up_to(p.inner, kPanel));
     if (p.heads > 0) {
       work.buffers.ssd = floats(rows * ssd_columns(p));
@@ -64,8 +71,23 @@ class Call {
       work.buffers.scales = floats(threads_ * rows);
     }
   }
+  // The sequences of a layout with all of which is said of them, for GRU and LSTM.
+  void use_runs() {
+    if (plan().rnn_gates == 0) return;
+    if (work.layout.cu_seqlens) {
+      runs_ = gated_runs(work.layout);
+    } else {
+      for (std::int64_t row = 0; row < work.rows; ++row) {
+        runs_.runs.push_back({row, 1, work.layout.slot(row)});
+      }
+    }
+    work.runs = runs_.runs.data();
+    work.run_count = static_cast<std::int64_t>(runs_.runs.size());
+    work.skipped = runs_.skipped.data();
+    work.skipped_count = static_cast<std::int64_t>(runs_.skipped.size());
+  }
   void use_state(const Tensor& cell, const MaybeTensor& conv, const MaybeTensor& i_conv,
-                 const MaybeTensor& f_conv) {
+                 const MaybeTensor& f_conv, const MaybeTensor& memory) {
     const Plan& p = plan();
     if (p.heads > 0) {
       work.half_cell = cell.scalar_type() == ScalarType::BFloat16;
@@ -94,6 +116,17 @@ class Call {
     work.cell = cell.mutable_data_ptr();
     work.cell_layer = cell.stride(0);
     work.cell_slot = cell.stride(1);
+    check_.require(memory.has_value() == (p.rnn_gates == kLstmGates),
+                   "memory must be given for a model of LSTM layers, and only for one");
+    if (memory) {
+      check_.tensor(*memory, "memory", ScalarType::Float, {p.layers, cell.size(1), p.inner},
+                    "[layers, slots, inner]");
+      check_.require(p.inner == 1 || memory->stride(2) == 1,
+                     "memory is changed in place, so its last dimension must be contiguous");
+      work.memory = static_cast<float*>(memory->mutable_data_ptr());
+      work.memory_layer = memory->stride(0);
+      work.memory_slot = memory->stride(1);
+    }
     if (p.states > 0) {
       work.gate_convs[0] =
           windows(conv, "conv", p.gate_taps, model_.layers[0].gate_convs[0].channels, cell.size(1));
@@ -131,6 +164,7 @@ class Call {
   const Tensor& like_;
   std::int64_t threads_ = 1;
   std::vector<Tensor> kept_;
+  GatedRuns runs_;
 };
 
 // Tokens of rows that are read must be in range: they index memory.
@@ -157,7 +191,7 @@ void check_token_type(const Check& check, const Tensor& tokens, const char* shap
 
 Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tensor& weights,
                const Tensor& plan, const Tensor& cell, const MaybeTensor& conv,
-               const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
+               const MaybeTensor& i_conv, const MaybeTensor& f_conv, const MaybeTensor& memory) {
   const Check check("lm_step", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[batch]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -165,13 +199,14 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
   const std::int64_t batch = tokens.size(0);
   Call call(check, weights, plan, tokens, batch);
   const Plan& p = call.plan();
-  call.use_state(cell, conv, i_conv, f_conv);
+  call.use_state(cell, conv, i_conv, f_conv, memory);
   Work& work = call.work;
   work.layout = step_layout(check, slots, cell.size(1), batch, p.inner);
   check_tokens(check, tokens, p.vocab, work.layout.slots);
   Tensor logits = torch::stable::new_empty(tokens, {batch, p.vocab}, ScalarType::Float);
   if (batch == 0) return logits;
   call.use_tokens(tokens);
+  call.use_runs();
   call.use_buffers();
   work.logits = static_cast<float*>(logits.mutable_data_ptr());
   call.run();
@@ -180,7 +215,8 @@ Tensor lm_step(const Tensor& tokens_given, const Tensor& slots_given, const Tens
 
 Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tensor& slots_given,
                   const Tensor& weights, const Tensor& plan, const Tensor& cell,
-                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv) {
+                  const MaybeTensor& conv, const MaybeTensor& i_conv, const MaybeTensor& f_conv,
+                  const MaybeTensor& memory) {
   const Check check("lm_prefill", tokens_given, "tokens");
   check_token_type(check, tokens_given, "[tokens]");
   const Tensor tokens = torch::stable::contiguous(tokens_given);
@@ -189,13 +225,14 @@ Tensor lm_prefill(const Tensor& tokens_given, const Tensor& cu_given, const Tens
   const std::int64_t rows = tokens.size(0);
   Call call(check, weights, plan, tokens, rows);
   const Plan& p = call.plan();
-  call.use_state(cell, conv, i_conv, f_conv);
+  call.use_state(cell, conv, i_conv, f_conv, memory);
   Work& work = call.work;
   work.layout = packed_layout(check, cu, &slots, cell.size(1), rows, p.inner);
   check_tokens(check, tokens, p.vocab, nullptr);
   Tensor hidden = torch::stable::new_empty(tokens, {rows, p.width}, ScalarType::Float);
   if (rows == 0) return hidden;
   call.use_tokens(tokens);
+  call.use_runs();
   call.use_buffers();
   work.normed = static_cast<float*>(hidden.mutable_data_ptr());
   call.run();

@@ -10,6 +10,7 @@
 #include "../cpu_product/isa.h"
 #include "../cpu_product/matrix.h"
 #include "../cpu_product/thread_team.h"
+#include "../gated_rnn/args.h"
 #include "../selective/args.h"
 #include "../ssd/args.h"
 
@@ -44,7 +45,9 @@ struct LayerPlan {
   // gate_convs[0] is that of x B C:
   const float* dt_bias = nullptr;     // [heads]
   const float* gated_norm = nullptr;  // [inner]
-  Matrix out;                         // no data: identity
+  // Of GRU's and LSTM's layers, whose `gates` give W x + b: U and c.
+  Matrix recurrent;
+  Matrix out;  // no data: identity
   const float* mlp_norm = nullptr;
   Matrix up, down;  // no data: no MLP
 };
@@ -62,10 +65,14 @@ struct Plan {
   std::int64_t heads = 0, head_dim = 0;
   std::int64_t groups = 0;          // which divide the heads
   float least_dt = 0, most_dt = 0;  // behind softplus
+  // Of GRU's and LSTM's layers, gates of a unit; 0: these are others. They have no norms and no
+  // residual stream, and their input may be wider or narrower than they are.
+  std::int64_t rnn_gates = 0;
+  std::int64_t embedding_width = 0;  // `width`, but for these
   bool linear_candidate = false, normalize_gates = true;
   bool half = false;  // what is multiplied with weights is rounded to bfloat16
   float eps = 0;
-  // Rows [vocab, width] as `embedding_stored`; null: the head's matrix holds them.
+  // Rows [vocab, embedding_width] as `embedding_stored`; null: the head's matrix holds them.
   const char* embedding = nullptr;
   const float* embedding_scale = nullptr;
   Kind embedding_stored = Kind::f32;
@@ -88,8 +95,8 @@ MS_HD std::int64_t ssd_columns(const Plan& plan) {
 // Rows of activations; those of buffers that feed matrices lie fed_row_bytes() apart, and all
 // buffers begin at cache lines.
 struct Buffers {
-  float* x = nullptr;     // [rows, width]: the residual stream
-  char* fed = nullptr;    // [rows, width]: what a matrix of `width` inputs reads
+  float* x = nullptr;     // [rows, embedding_width]: the residual stream
+  char* fed = nullptr;    // [rows, width or embedding_width]: what a matrix of so many inputs reads
   char* h = nullptr;      // [rows, inner]
   char* mlp = nullptr;    // [rows, hidden]
   char* own = nullptr;    // per thread [kOwnRows, width]
@@ -104,6 +111,9 @@ struct Buffers {
   char* selected = nullptr;
   char* own_selected = nullptr;
   float* own_states = nullptr;  // per thread those of a group of panels, where `cell` is bfloat16
+  // Of GRU's and LSTM's layers, which write h to `h` and `fed` in turn:
+  float* pre = nullptr;     // [rows, panels of gates]: W x + b
+  char* carried = nullptr;  // [layers, 2, runs, inner]: h before a step, and after it
   // Of cells with an output gate:
   float* squares = nullptr;  // [rows, panels of inner]: sums over h * h
   float* scales = nullptr;   // per thread [rows]
@@ -131,10 +141,17 @@ struct Work {
   bool long_tokens = false;
   // Of the sequences that rows are of, each one's in a step; their states move on.
   Layout layout;
+  // The same for GRU and LSTM; in a step every row is a run, with or without a slot.
+  const GatedRun* runs = nullptr;
+  std::int64_t run_count = 0;
+  const SkippedRows* skipped = nullptr;
+  std::int64_t skipped_count = 0;
   // [layers, slots, inner]; of Mamba and Mamba-2 [layers, slots, inner, states], fp32 or bfloat16.
   void* cell = nullptr;
   bool half_cell = false;
   std::int64_t cell_layer = 0, cell_slot = 0;
+  float* memory = nullptr;  // c of an LSTM, [layers, slots, inner], whose h is in `cell`
+  std::int64_t memory_layer = 0, memory_slot = 0;
   Windows conv;                      // of width
   Windows gate_convs[kGatedInputs];  // of inner; of Mamba-2 x | B | C
   SsdFn ssd = nullptr;               // Mamba-2's recurrence, of fp32 streams

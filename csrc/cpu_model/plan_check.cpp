@@ -8,7 +8,7 @@ namespace minserve {
 
 namespace {
 
-constexpr std::int64_t kVersion = 5;
+constexpr std::int64_t kVersion = 6;
 constexpr std::int64_t kMost = std::int64_t{1} << 32;       // of any width: products of two fit
 constexpr std::int64_t kMostHeads = std::int64_t{1} << 20;  // and of a head's channels
 
@@ -97,6 +97,8 @@ class Reader {
   std::int64_t left_;
 };
 
+constexpr std::int64_t kRnnLayers = -1;  // where others have their number of states
+
 bool has_output_gate(CellKind cell) {
   return traits_of(cell).preactivations > traits_of(cell).inputs;
 }
@@ -137,7 +139,19 @@ LayerPlan read_selective_layer(Reader& from, const Plan& plan) {
   return layer;
 }
 
-LayerPlan read_layer(Reader& from, const Plan& plan) {
+// A layer of GRU or LSTM.
+LayerPlan read_rnn_layer(Reader& from, const Plan& plan, bool first) {
+  LayerPlan layer;
+  layer.gates =
+      from.matrix(plan.half, first ? plan.embedding_width : plan.inner, plan.inner, plan.rnn_gates);
+  layer.recurrent = from.matrix(plan.half, plan.inner, plan.inner, plan.rnn_gates);
+  layer.gates.in_order = layer.recurrent.in_order = true;
+  from.check().require(layer.gates.data && layer.recurrent.data, "plan leaves out a matrix");
+  return layer;
+}
+
+LayerPlan read_layer(Reader& from, const Plan& plan, std::int64_t l) {
+  if (plan.rnn_gates > 0) return read_rnn_layer(from, plan, l == 0);
   if (plan.heads > 0) return read_ssd_layer(from, plan);
   if (plan.states > 0) return read_selective_layer(from, plan);
   const Check& check = from.check();
@@ -196,7 +210,12 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   PackedModel model;
   Plan& p = model.plan;
   from.number(kVersion, kVersion);
-  p.states = from.number(0, kMostStates);
+  p.states = from.number(kRnnLayers, kMostStates);
+  const bool rnn = p.states == kRnnLayers;  // GRU or LSTM
+  if (rnn) {
+    p.states = 0;
+    p.rnn_gates = from.number(kGruGates, kLstmGates);
+  }
   const bool selective = p.states > 0;  // Mamba or Mamba-2
   if (selective) p.heads = from.number(0, kMostHeads);
   if (p.heads > 0) {
@@ -204,7 +223,7 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   } else if (selective) {
     p.rank = from.number(1, kMost);
     p.selection_eps = static_cast<float>(from.real());
-  } else {
+  } else if (!rnn) {
     p.cell = from.cell();
     p.linear_candidate = from.number(0, 1);
     p.normalize_gates = from.number(0, 1);
@@ -214,28 +233,32 @@ PackedModel read_plan(const Check& check, const Tensor& weights, const Tensor& p
   p.layers = from.number(1, 4096);
   p.width = from.number(1, kMost);
   p.inner = from.number(1, kMost);
+  p.embedding_width = rnn ? from.number(1, kMost) : p.width;
+  check.require(!rnn || p.inner == p.width, "plan has ", p.inner, " units of a width of ", p.width);
   check.require(p.heads == 0 || p.inner == p.heads * p.head_dim, "plan has ", p.inner,
                 " channels of ", p.heads, " heads of ", p.head_dim);
-  p.hidden = from.number(0, selective ? 0 : kMost);
+  p.hidden = from.number(0, selective || rnn ? 0 : kMost);
   p.vocab = from.number(1, kMost);
-  p.taps = from.number(0, selective ? 0 : 256);
+  p.taps = from.number(0, selective || rnn ? 0 : 256);
   p.activation = static_cast<MlpActivation>(from.number(0, 1));
-  p.gate_taps =
-      from.number(selective ? 2 : 0, selective || has_output_gate(p.cell) ? kMostGateTaps : 0);
+  p.gate_taps = from.number(selective ? 2 : 0,
+                            selective || (!rnn && has_output_gate(p.cell)) ? kMostGateTaps : 0);
   check.require(p.gate_taps != 1, "plan has convolutions of one tap between gates and recurrence");
   p.embedding_stored = from.stored(p.half);
   const std::int64_t element = p.embedding_stored == Kind::f32    ? 4
                                : p.embedding_stored == Kind::bf16 ? 2
                                                                   : 1;
-  p.embedding = from.place(p.vocab * p.width * element);
+  p.embedding = from.place(p.vocab * p.embedding_width * element);
+  check.require(p.embedding || p.embedding_width == p.width,
+                "plan leaves out an embedding of another width than the head's");
   p.embedding_scale = from.vector(p.vocab);
   check.require(!p.embedding || (p.embedding_stored == Kind::i8) == (p.embedding_scale != nullptr),
                 "plan must give an int8 embedding, and only it, a scale");
-  p.norm = from.needed(p.width);
+  if (!rnn) p.norm = from.needed(p.width);
   p.head = from.matrix(p.half, p.width, p.vocab, 1);
   check.require(p.head.data, "plan leaves out the head");
   model.layers.reserve(static_cast<std::size_t>(p.layers));
-  for (std::int64_t l = 0; l < p.layers; ++l) model.layers.push_back(read_layer(from, p));
+  for (std::int64_t l = 0; l < p.layers; ++l) model.layers.push_back(read_layer(from, p, l));
   from.end();
   model.weight_bytes = weights.size(0);
   return model;

@@ -113,10 +113,10 @@ MS_CELL VF gelu_for(VF x) {
   return Fed::kHalf ? short_gelu(x) : gelu(x);
 }
 
-// Channels [begin, end) of row `index` of a table of `width` columns -> x.
+// Channels [begin, end) of row `index` of a table of `embedding_width` columns -> x.
 MS_CELL void table_row(const Plan& plan, std::int64_t index, std::int64_t begin, std::int64_t end,
                        float* x) {
-  const std::int64_t at = index * plan.width;
+  const std::int64_t at = index * plan.embedding_width;
   each_vector(begin, end, [&](std::int64_t c, auto lanes) {
     VF v;
     if (plan.embedding_stored == Kind::f32) {

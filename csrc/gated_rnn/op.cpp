@@ -1,10 +1,9 @@
 // Scans and steps of GRU and LSTM: checks, outputs, arguments, the choice of the device's kernel.
 #include <algorithm>
-#include <vector>
 
 #include "../core/operators.h"
 #include "../cpu_product/run_in_team.h"
-#include "args.h"
+#include "runs.h"
 
 namespace minserve {
 
@@ -50,29 +49,17 @@ GatedRnnArgs arguments(const Check& check, const Tensor& pre, const States& stat
 // The runs of a scan on the CPU, whose cu_seqlens and slots may be read here.
 void scan_on_cpu(const GatedRnnArgs& args, Dtype dtype, const Tensor& like) {
   const Layout& lay = args.layout;
-  std::vector<GatedRun> runs;
-  std::vector<SkippedRows> skipped;
-  for (std::int64_t s = 0; s <= lay.sequences; ++s) {
-    const std::int64_t begin = lay.begin(s), end = lay.end(s);
-    if (begin == end) continue;
-    if (lay.slot(s) < 0) {
-      skipped.push_back({begin, end});
-    } else {
-      runs.push_back({begin, end - begin, lay.slot(s)});
-    }
-  }
-  std::stable_sort(runs.begin(), runs.end(),
-                   [](const GatedRun& a, const GatedRun& b) { return a.length > b.length; });
+  const GatedRuns found = gated_runs(lay);
   GatedScanWork work;
   work.args = args;
-  work.runs = runs.data();
-  work.run_count = static_cast<std::int64_t>(runs.size());
-  work.skipped = skipped.data();
-  work.skipped_count = static_cast<std::int64_t>(skipped.size());
+  work.runs = found.runs.data();
+  work.run_count = static_cast<std::int64_t>(found.runs.size());
+  work.skipped = found.skipped.data();
+  work.skipped_count = static_cast<std::int64_t>(found.skipped.size());
   work.matrix.stored = packed_kind(dtype);
   work.matrix.inputs = work.matrix.outputs = lay.channels;
   work.matrix.gates = args.gates();
-  const std::int64_t weights = runs.empty() ? 0 : up_to(work.matrix.bytes(), 64);
+  const std::int64_t weights = found.runs.empty() ? 0 : up_to(work.matrix.bytes(), 64);
   const std::int64_t fed = 2 * work.run_count * fed_row_bytes(lay.channels, 4);
   const Tensor room = torch::stable::new_empty(like, {(weights + fed) / 4 + 16}, ScalarType::Float);
   const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(room.mutable_data_ptr());

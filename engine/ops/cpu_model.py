@@ -1,9 +1,9 @@
 """lm_step, lm_prefill, lm_logits: a whole packed language model on the CPU, one call per step.
 
 `weights` and `plan` come from engine/models/backends/cpu.py, which describes them. The models'
-equations are those of the lm.py of engine/models/minrnn, hgrn, mamba and mamba2. All threads go
-through a call's phases together and meet at barriers. Matrices are read once per call and block of
-rows. Factors of bfloat16 weights are rounded to bfloat16 first; everything else is fp32.
+equations are those of the lm.py of engine/models/minrnn, hgrn, mamba, mamba2 and gated_rnn. All
+threads go through a call's phases together and meet at barriers. Matrices are read once per call
+and block of rows. Factors of bfloat16 weights are rounded to bfloat16 first; all else is fp32.
 """
 
 import torch
@@ -21,6 +21,7 @@ def lm_step(
     conv: Tensor | None,
     i_conv: Tensor | None = None,
     f_conv: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """Read one token of every row.
 
@@ -36,6 +37,8 @@ def lm_step(
             convolutions before the layers' first norms.
         i_conv, f_conv: float32 [layers, slots, taps - 1, inner], **changed in place**; None without
             convolutions of HGRN's input and forget gates.
+        memory: c of LSTM layers, whose h is in `cell`, float32 [layers, slots, inner]; **changed in
+            place**; None for all other models.
 
     Returns:
         Logits, float32 [batch, vocab].
@@ -45,7 +48,7 @@ def lm_step(
             plan refers to bytes outside of the weights.
     """
     logits: Tensor = torch.ops.minserve.lm_step(
-        tokens, slots, weights, plan, cell, conv, i_conv, f_conv
+        tokens, slots, weights, plan, cell, conv, i_conv, f_conv, memory
     )
     return logits
 
@@ -60,6 +63,7 @@ def lm_prefill(
     conv: Tensor | None,
     i_conv: Tensor | None = None,
     f_conv: Tensor | None = None,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """Read packed prompts: sequence s has the tokens from cu_seqlens[s] to cu_seqlens[s + 1].
 
@@ -67,16 +71,16 @@ def lm_prefill(
         tokens: int32 or int64 [tokens].
         cu_seqlens: int32 [sequences + 1].
         slots: int32 [sequences]; negative: skipped.
-        weights, plan, cell, conv, i_conv, f_conv: as for `lm_step`.
+        weights, plan, cell, conv, i_conv, f_conv, memory: as for `lm_step`.
 
     Returns:
-        Hidden states after the final norm, float32 [tokens, d_model].
+        Hidden states after the final norm, if there is one, float32 [tokens, d_model].
 
     Raises:
         RuntimeError: as for `lm_step`.
     """
     hidden: Tensor = torch.ops.minserve.lm_prefill(
-        tokens, cu_seqlens, slots, weights, plan, cell, conv, i_conv, f_conv
+        tokens, cu_seqlens, slots, weights, plan, cell, conv, i_conv, f_conv, memory
     )
     return hidden
 

@@ -16,7 +16,6 @@ from engine.errors import ConfigError
 from engine.models import registry
 from engine.models.backends import cluster_decode, cpu, cublas, persistent_decode, selective
 from engine.models.backends.blocks import refusal
-from engine.models.backends.eager import EagerBackend
 from engine.models.backends.selector import explain_backend, select_backend
 from engine.models.gated_rnn.config import GruConfig, LstmConfig
 from engine.models.language_model import LanguageModel
@@ -305,15 +304,18 @@ def test_the_program_has_the_stages_of_the_layers(kind: str) -> None:
 @kinds
 def test_kernels_without_the_cell_refuse_it_by_name(kind: str) -> None:
     model, _ = build(kind)
-    for path in (cpu, cublas, persistent_decode, cluster_decode, selective):
+    for path in (cublas, persistent_decode, cluster_decode, selective):
         reason = refusal(model, path.SUPPORT)
         assert reason is not None and reason.startswith(f"cell {kind!r}, but its kernels have")
-    told = explain_backend(model, torch.device("cpu"))
-    assert told.name == "eager"
-    backend = select_backend(model, torch.device("cpu"))
-    assert isinstance(backend, EagerBackend)
-    with pytest.raises(ConfigError, match=f"deterministic is not possible for the cell {kind!r}"):
-        select_backend(model, torch.device("cpu"), deterministic=True)
+
+
+@kinds
+def test_on_a_cpu_it_is_packed(kind: str) -> None:
+    model, _ = build(kind)
+    assert explain_backend(model, torch.device("cpu")).name == "cpu"
+    for deterministic in (False, True):
+        backend = select_backend(model, torch.device("cpu"), deterministic=deterministic)
+        assert isinstance(backend, cpu.CpuBackend)
 
 
 def test_a_config_says_what_a_folder_holds() -> None:

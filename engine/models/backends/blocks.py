@@ -11,8 +11,11 @@ or, in Mamba, a selective block, and in Mamba-2 an SSD block:
     x += out(selective recurrence(conv(in(norm(x)))))
     x += out(SSD recurrence(conv(in(norm(x)))))
 
-A backend compiles a model's program to blocks and names what its kernels lack. Layers of other
-stages, such as GRU's, and models without a last norm have no blocks.
+Layers of GRU or LSTM are none, for they have neither norms nor a residual stream:
+
+    x = gated recurrence(input(x))
+
+A backend compiles a model's program to blocks, or such layers, and names what its kernels lack.
 """
 
 from __future__ import annotations
@@ -31,11 +34,13 @@ from engine.models.program import (
     Conv,
     Elementwise,
     GatedNorm,
+    GatedRecurrence,
     LayerProgram,
     Linear,
     ModelProgram,
     Norm,
     Recurrence,
+    Replace,
     Residual,
     SelectiveRecurrence,
     SsdRecurrence,
@@ -147,6 +152,20 @@ class SsdBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedRnnLayer:
+    """A layer of GRU or LSTM: x = recurrence(inputs(x)), of whatever width x was."""
+
+    inputs: nn.Linear | QuantLinear  # rows by gates
+    recurrence: GatedRecurrence
+
+    @property
+    def gates(self) -> int:
+        """Gates of a unit."""
+        rows, units = self.recurrence.recurrent.weight.shape
+        return rows // units
+
+
+@dataclass(frozen=True, slots=True)
 class BlockModel:
     """A model of blocks that differ in nothing but their weights (`refusal` checks it)."""
 
@@ -205,9 +224,11 @@ _S = TypeVar(
     Conv,
     Elementwise,
     GatedNorm,
+    GatedRecurrence,
     Linear,
     Norm,
     Recurrence,
+    Replace,
     Residual,
     SelectiveRecurrence,
     SsdRecurrence,
@@ -308,6 +329,23 @@ def is_ssd(program: ModelProgram) -> bool:
 def compile_ssd(program: ModelProgram) -> list[SsdBlock]:
     """Return the model's layers as SSD blocks; they must be such (see `refusal`)."""
     return [SsdBlock(*_state_space_parts(layer, SsdRecurrence)) for layer in program.layers]
+
+
+def is_gated_rnn(program: ModelProgram) -> bool:
+    """Return whether the layers are GRU's or LSTM's."""
+    return any(isinstance(stage, GatedRecurrence) for stage in program.layers[0])
+
+
+def compile_gated_rnn(program: ModelProgram) -> list[GatedRnnLayer]:
+    """Return the model's layers of GRU or LSTM; they must be such (see `refusal`)."""
+    layers = []
+    for stages in program.layers:
+        reader = _Reader(stages)
+        layers.append(GatedRnnLayer(reader.take(Linear).module, reader.take(GatedRecurrence)))
+        reader.take(Replace)
+        if reader.stages:
+            raise _OtherShapeError(f"a layer goes on with {type(reader.stages[0]).__name__}")
+    return layers
 
 
 def _state_space_parts(
@@ -417,9 +455,11 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
     if model.config.cell not in support.cells:
         return _other_cell(model.config.cell, support)
     program = model.program()
-    if program.norm is None:
-        return "no norm behind the last layer"
     try:
+        if is_gated_rnn(program):
+            return _gated_rnn_refusal(program)
+        if program.norm is None:
+            return "no norm behind the last layer"
         if is_ssd(program):
             return _ssd_refusal(program, program.norm, model.config.norm_eps)
         if is_selective(program):
@@ -443,6 +483,20 @@ def refusal(model: LanguageModel, support: Support) -> str | None:
             return "convolutions between gates and recurrence"
     norms = [program.norm, *(norm for block in blocks for norm in block.norms)]
     return _unlike([_shape(block) for block in blocks], norms, model.config.norm_eps)
+
+
+def _gated_rnn_refusal(program: ModelProgram) -> str | None:
+    if program.norm is not None:
+        return "a norm behind layers of GRU or LSTM"
+    layers = compile_gated_rnn(program)
+    first = layers[0].recurrence
+    for layer in layers:
+        how = layer.recurrence
+        if (how.cell, how.hidden, how.memory) != (first.cell, first.hidden, first.memory):
+            return "layers differ in the recurrence"
+        if how.recurrent.weight.shape != first.recurrent.weight.shape:
+            return "layers differ in the recurrence's channels"
+    return None
 
 
 def _selective_refusal(program: ModelProgram, last: nn.RMSNorm, eps: float) -> str | None:

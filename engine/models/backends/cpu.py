@@ -24,15 +24,17 @@ from engine.config import ModelConfig
 from engine.models.backends.blocks import (
     Block,
     BlockModel,
+    GatedRnnLayer,
     SelectiveBlock,
     SsdBlock,
     Support,
     compile_blocks,
+    compile_gated_rnn,
     compile_selective,
     compile_ssd,
+    is_gated_rnn,
     is_selective,
     is_ssd,
-    last_norm,
     refusal,
 )
 from engine.models.language_model import LanguageModel
@@ -42,7 +44,7 @@ from engine.ops import library
 from engine.ops.cpu_model import lm_logits, lm_prefill, lm_step
 
 SUPPORT = Support(  # csrc/cpu_model
-    cells=("mingru", "minlstm", "hgrn", "mamba", "mamba2"),
+    cells=("mingru", "minlstm", "hgrn", "mamba", "mamba2", "gru", "lstm"),
     activations=("gelu", "swiglu"),
     no_out=True,
     short_convs=True,
@@ -52,7 +54,8 @@ _MOST_SSD_STATES = 1024  # kMostSsdStates in csrc/ssd/args.h
 
 BACKEND = "cpu"
 INFO = BackendInfo(BACKEND, (PathInfo(BACKEND, True),))
-_VERSION = 5
+_VERSION = 6
+_RNN_LAYERS = -1  # where other models have their number of states
 _PANEL = 16  # outputs in a panel
 _GROUP = 4  # panels side by side; three if three gates alternate
 _LINE = 64  # bytes of a cache line, to which every tensor is aligned
@@ -81,6 +84,8 @@ def supports(model: LanguageModel) -> str | None:
 def _other_gates(model: LanguageModel) -> str | None:
     """Return what lies between gates and out projection that the operators do not compute."""
     program = model.program()
+    if is_gated_rnn(program):
+        return None
     if is_selective(program):
         return _long_taps(compile_selective(program)[0].conv)
     if is_ssd(program):
@@ -291,7 +296,14 @@ class _Writer:
     def model(self, model: LanguageModel, half: bool) -> None:
         """Write the whole model; `half`: its weights are bfloat16."""
         program = model.program()
-        if is_selective(program):
+        if is_gated_rnn(program):
+            layers = compile_gated_rnn(program)
+            self._gated_rnn_shape(model, layers[0], half)
+            self._ends(model, half)
+            for gated in layers:
+                self.matrix(gated.inputs, half, gated.gates)
+                self.matrix(gated.recurrence.recurrent, half, gated.gates)
+        elif is_selective(program):
             selective = compile_selective(program)
             self._selective_shape(model.config, selective[0], half)
             self._ends(model, half)
@@ -331,6 +343,21 @@ class _Writer:
             blocks.short_taps,
         )
 
+    def _gated_rnn_shape(self, model: LanguageModel, layer: GatedRnnLayer, half: bool) -> None:
+        config, units = model.config, layer.recurrence.recurrent.weight.shape[1]
+        self.numbers(
+            _VERSION,
+            _RNN_LAYERS,
+            layer.gates,
+            int(half),
+            _bits(0.0),  # there are no norms
+            config.n_layers,
+            config.d_model,
+            units,
+            layer.inputs.weight.shape[1],  # width of the embedding
+            *(0, config.vocab_size, 0, 0, 0),  # no MLP, no convolutions
+        )
+
     def _selective_shape(self, config: ModelConfig, block: SelectiveBlock, half: bool) -> None:
         how = block.recurrence
         self.numbers(
@@ -368,7 +395,8 @@ class _Writer:
 
     def _ends(self, model: LanguageModel, half: bool) -> None:
         self.table(model.embedding, half, tied=model.head is None)
-        self.vector(last_norm(model).weight)
+        if model.norm is not None:  # all have one but GRU's and LSTM's
+            self.vector(model.norm.weight)
         head: nn.Module = model.embedding if model.head is None else model.head
         self.matrix(head, half, bias=model.head_bias)
 
@@ -420,18 +448,24 @@ def _bits(number: float) -> int:
     return bits
 
 
-def _states(model: LanguageModel) -> tuple[str, str | None, str | None, str | None]:
-    """Return the names of the recurrence's state and of the inputs that convolutions carry on."""
+def _states(model: LanguageModel) -> tuple[str | None, ...]:
+    """Return the names of the state tensors that the operators take, in their order.
+
+    Those of the recurrence, of the inputs that convolutions carry on (three), of an LSTM's memory.
+    """
     program = model.program()
+    if is_gated_rnn(program):
+        how = compile_gated_rnn(program)[0].recurrence
+        return how.hidden, None, None, None, how.memory
     if is_selective(program):
         selective = compile_selective(program)[0]
-        return selective.recurrence.state, selective.conv.state, None, None
+        return selective.recurrence.state, selective.conv.state, None, None, None
     if is_ssd(program):
         ssd = compile_ssd(program)[0]
-        return ssd.recurrence.state, ssd.conv.state, None, None
+        return ssd.recurrence.state, ssd.conv.state, None, None, None
     blocks = compile_blocks(model)
     i_conv, f_conv = [conv.state for conv in blocks.blocks[0].short_convs] or (None, None)
-    return blocks.recurrence.state, blocks.conv_state, i_conv, f_conv
+    return blocks.recurrence.state, blocks.conv_state, i_conv, f_conv, None
 
 
 class CpuBackend:
@@ -498,12 +532,10 @@ class CpuBackend:
         """
         return lm_step(tokens, slots, self._weights, self._plan, *self._tensors(state))
 
-    def _tensors(
-        self, state: ModelState
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        cell, *windows = self._states
-        conv, i_conv, f_conv = (None if name is None else state.get(name) for name in windows)
-        return state[cell], conv, i_conv, f_conv
+    def _tensors(self, state: ModelState) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
+        cell, *others = self._states
+        assert cell is not None
+        return state[cell], *(None if name is None else state.get(name) for name in others)
 
     def step_to_bests(self, rows: int) -> None:
         """Return None, because a step computes all logits; see ModelBackend.step_to_bests."""
