@@ -55,7 +55,7 @@ def test_it_is_inspected_and_scored(kind: str, tmp_path: Path, minserve: Minserv
     report = json.loads(done.stdout)
     assert (report["family"], report["cell"], report["tied_head"]) == (kind, kind, False)
     assert report["state_bytes"] == 4 * 2 * 24 * (1 if kind == "gru" else 2)
-    assert report["backend"]["name"] == "eager"
+    assert report["backend"]["name"] == "cpu"
     (tmp_path / "text.txt").write_text(PROMPT)
     assert "2 of width 24\n" in minserve("inspect", folder).stdout
     done = minserve("score", tmp_path / "text.txt", "--model", folder, "--json", *ON)
@@ -125,9 +125,5 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path: Path, minserve: Minserv
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr and len(done.stderr.splitlines()) == 1
         assert not (tmp_path / "out").exists()
-    folder = tmp_path / "my-model"
-    assert minserve("convert", tmp_path / "model.pt", folder).returncode == 0
-    done = minserve("generate", "a", "--model", folder, "--deterministic", *ON)
-    assert done.returncode == 2
-    done = minserve("train", "--cell", "gru", "--data", tmp_path / "words.txt", "--out", folder)
-    assert done.returncode == 2
+    done = minserve("train", "--cell", "gru", "--data", tmp_path / "words.txt", "--out", tmp_path)
+    assert done.returncode == 2 and "gru" in done.stderr

@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.models import registry
 from engine.models.gated_rnn.config import GruConfig, LstmConfig
 from engine.models.hgrn.config import HgrnConfig
-from engine.models.loader import load_config, load_model, save_model
+from engine.models.loader import load_model, save_model
 from engine.models.mamba.config import MambaConfig
 from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
@@ -198,8 +198,5 @@ def test_8_bit_weights_are_served(folder: Path) -> None:
 
 def test_deterministic_is_refused_where_no_kernel_promises_it(folder: Path) -> None:
     message = "deterministic is not possible .*: weights are torch.float16; allowed: float32"
-    cell = load_config(folder).cell
-    if cell in ("gru", "lstm"):
-        message = f"deterministic is not possible for the cell '{cell}'.*; allowed: false"
     with pytest.raises(ConfigError, match=message):
         load(folder, deterministic=True, dtype="float16")

@@ -311,9 +311,9 @@ def test_kernels_without_the_cell_refuse_it_by_name(kind: str) -> None:
 
 @kinds
 def test_on_a_cpu_it_is_packed(kind: str) -> None:
-    model, _ = build(kind)
-    assert explain_backend(model, torch.device("cpu")).name == "cpu"
     for deterministic in (False, True):
+        model, _ = build(kind)  # the backend takes its weights
+        assert explain_backend(model, torch.device("cpu")).name == "cpu"
         backend = select_backend(model, torch.device("cpu"), deterministic=deterministic)
         assert isinstance(backend, cpu.CpuBackend)
 
