@@ -6,6 +6,7 @@
     python -m loadtest.kernels --cases draws --shapes 1024x32000   # rows x vocabulary
     python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; Hopper only
     python -m loadtest.kernels --cases selective --shapes 1x16384x4096 64x4096
+    python -m loadtest.kernels --cases gated_rnn --shapes 64x512x1024 64x1024
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
@@ -37,6 +38,7 @@ from loadtest.extra import exit_without
 from loadtest.operators.draws import measure_draws
 from loadtest.operators.fused import measure_fused
 from loadtest.operators.fused_cpu import measure_fused_cpu
+from loadtest.operators.gated_rnn import measure_gated_rnn
 from loadtest.operators.heads import measure_heads
 from loadtest.operators.limits import Limits
 from loadtest.operators.linear import measure_backward, measure_linear
@@ -61,6 +63,7 @@ TITLES = {
     "steps": "decode steps beside a copy of the same bytes",
     "selective": "Mamba's recurrence, beside its bytes and its exponentials",
     "ssd": "Mamba-2's recurrence, beside its bytes",
+    "gated_rnn": "layers of GRU and LSTM, beside torch.nn's",
     "draws": "draws, a token for each row of logits",
     "heads": "heads of greedy steps with 32,000 tokens, their draws included",
     "peers": "linear recurrences by others at the same shapes",
@@ -147,6 +150,9 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         ),
         "ssd": lambda: measure_ssd(
             shapes.selective_scans, shapes.selective_steps, step_dtypes, limits
+        ),
+        "gated_rnn": lambda: measure_gated_rnn(
+            shapes.gated_scans, shapes.gated_steps, dtypes, limits
         ),
         "draws": lambda: measure_draws(shapes.draws, limits),
         "heads": lambda: measure_heads(shapes.heads, limits),

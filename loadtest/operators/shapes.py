@@ -42,6 +42,10 @@ SELECTIVE = [f"{scan}x{inner}" for inner in (1536, 4096, 5120) for scan in ("1x1
 SELECTIVE += ["16x1024x4096", "126x16+1x1900in4096x4096"]
 SELECTIVE += [f"{batch}x{inner}" for inner in (1536, 4096, 5120) for batch in (1, 16, 64, 256)]
 CPU_SELECTIVE = ["1x1024x1536", "4x128x1536", "1x1536", "16x1536"]
+# Of layers of GRU and LSTM.
+GATED = ["1x512x1024", "1x4096x1024", "64x512x1024", "64x4096x1024", "1x1024", "64x1024"]
+CPU_GATED = ["1x512x1024", "64x512x1024", "1x1024", "64x1024"]
+CPU_QUICK_GATED = ["1x512x1024", "1x1024", "64x1024"]
 CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
@@ -109,7 +113,8 @@ class Selection:
     """The shapes to measure, by kind of operator.
 
     Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
-    heads are rows x width. `selective_` shapes are those of Mamba's scans and steps.
+    heads are rows x width. `selective_` shapes are those of Mamba's scans and steps, `gated_` those
+    of GRU's and LSTM's.
     """
 
     scans: tuple[ScanShape, ...]
@@ -119,6 +124,8 @@ class Selection:
     heads: tuple[tuple[int, int], ...]
     selective_scans: tuple[ScanShape, ...]
     selective_steps: tuple[tuple[int, int], ...]
+    gated_scans: tuple[ScanShape, ...]
+    gated_steps: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -133,12 +140,14 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         step_labels = [f"{batch}x{width}" for width in widths for batch in batches]
         draw_labels = DRAWS if device.type == "cuda" else CPU_DRAWS
         selective_labels = SELECTIVE if device.type == "cuda" else CPU_SELECTIVE
+        quick_or_not = CPU_QUICK_GATED if quick else CPU_GATED
+        gated_labels = GATED if device.type == "cuda" else quick_or_not
         head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
         labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
-        draw_labels = head_labels = selective_labels = labels
+        draw_labels = head_labels = selective_labels = gated_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
@@ -154,4 +163,6 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         tuple(shape for shape in map(parse_step, head_labels) if shape is not None),
         tuple(shape for shape in map(parse_scan, selective_labels) if shape is not None),
         tuple(shape for shape in map(parse_step, selective_labels) if shape is not None),
+        tuple(shape for shape in map(parse_scan, gated_labels) if shape is not None),
+        tuple(shape for shape in map(parse_step, gated_labels) if shape is not None),
     )

@@ -365,6 +365,20 @@ def clustered_steps() -> None:
     torch.cuda.synchronize()
 
 
+def gated_recurrences(lengths: list[int], units: int, dtype: torch.dtype) -> None:
+    """GRU and LSTM; the weight in shared memory or not, as `units` says."""
+    tokens, cu_seqlens, slots = batch(lengths)
+    for gates, scan, step in (
+        (3, ops.gru_scan, ops.gru_step),
+        (4, ops.lstm_scan, ops.lstm_step),
+    ):
+        pre, weight = random(tokens, gates * units, dtype=dtype), random(gates * units, units)
+        states = [random(len(lengths) + 1, units, dtype=torch.float32) for _ in range(gates - 2)]
+        bias = random(gates * units, dtype=torch.float32)
+        scan(pre, weight.to(dtype), bias, cu_seqlens, *states, slots)
+        step(pre[: len(lengths)], pre[-len(lengths) :], *states, slots)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for lengths in LENGTHS.values():
@@ -373,10 +387,15 @@ def main() -> None:
         ):
             serving(lengths, channels, dtype)
             selective(lengths, channels, dtype)
+            gated_recurrences(lengths, channels, dtype)
             ssd(lengths, 6, channels // 8, 3, dtype)
             ssd(lengths, 8, 64, 2, dtype)
             training(lengths, channels, dtype)
         training(lengths, 20, torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for lengths in ([3, 1], [2] * 20, [2] * 70):
+            gated_recurrences(lengths, 1024, dtype)
+            gated_recurrences(lengths, 2602, dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for time_contiguous, reverse in itertools.product((False, True), repeat=2):
             linear(40, dtype, time_contiguous, reverse)
