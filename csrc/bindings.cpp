@@ -38,6 +38,10 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("selective_step", TORCH_BOX(&minserve::selective_step));
   m.impl("ssd_scan", TORCH_BOX(&minserve::ssd_scan));
   m.impl("ssd_step", TORCH_BOX(&minserve::ssd_step));
+  m.impl("sru_scan", TORCH_BOX(&minserve::sru_scan));
+  m.impl("sru_step", TORCH_BOX(&minserve::sru_step));
+  m.impl("sru_scan_train", TORCH_BOX(&minserve::sru_scan_train));
+  m.impl("sru_scan_train_backward", TORCH_BOX(&minserve::sru_scan_train_backward));
   m.impl("gru_scan", TORCH_BOX(&minserve::gru_scan));
   m.impl("gru_step", TORCH_BOX(&minserve::gru_step));
   m.impl("lstm_scan", TORCH_BOX(&minserve::lstm_scan));
@@ -113,6 +117,26 @@ STABLE_TORCH_LIBRARY(minserve, m) {
   m.def(
       "ssd_step(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor D, Tensor dt_bias, "
       "float[] dt_limit, Tensor(a!) state, Tensor slots) -> Tensor");
+  // the simple recurrent unit over packed sequences; u is [tokens, u0 | u1 | u2], and a fourth part
+  // or x is the highway's input; weight_c and bias are fp32 [forget | reset]; state is c
+  m.def(
+      "sru_scan(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor cu_seqlens, "
+      "Tensor(a!) state, Tensor slots, float scale_x=1.0, bool tanh=False) -> Tensor");
+  // one such step for each row of the batch
+  m.def(
+      "sru_step(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor(a!) state, "
+      "Tensor slots, float scale_x=1.0, bool tanh=False) -> Tensor");
+  // functional and differentiable; c is that of every token, fp32
+  m.def(
+      "sru_scan_train(Tensor u, Tensor? x, Tensor? weight_c, Tensor bias, Tensor cu_seqlens, "
+      "Tensor? c0=None, float scale_x=1.0, bool tanh=False) -> "
+      "(Tensor h, Tensor c, Tensor c_last)");
+  // its gradients: of u, of x (empty without one), of c0, and of weight_c and bias of each sequence
+  // [4, sequences, channels]
+  m.def(
+      "sru_scan_train_backward(Tensor grad_h, Tensor? grad_c_last, Tensor u, Tensor? x, "
+      "Tensor? weight_c, Tensor bias, Tensor cu_seqlens, Tensor c, Tensor? c0, float scale_x, "
+      "bool tanh) -> (Tensor grad_u, Tensor grad_x, Tensor grad_c0, Tensor grad_vectors)");
   // torch.nn's GRU over packed sequences: pre is W x + b [tokens, r | z | n], weight U, bias c;
   // rows of hidden [num_slots, units] are read and overwritten
   m.def(

@@ -7,6 +7,7 @@
     python -m loadtest.kernels --cases heads --shapes 1024x768     # rows x width; Hopper only
     python -m loadtest.kernels --cases selective --shapes 1x16384x4096 64x4096
     python -m loadtest.kernels --cases gated_rnn --shapes 64x512x1024 64x1024
+    python -m loadtest.kernels --cases sru                         # beside the sru package and LSTM
     python -m loadtest.kernels --json kernels.json --png kernels.png
 
 Each row counts an operator's ideal bytes: every input once, every output once. The limits are
@@ -45,6 +46,7 @@ from loadtest.operators.linear import measure_backward, measure_linear
 from loadtest.operators.rows import Row, print_rows
 from loadtest.operators.selective import measure_selective
 from loadtest.operators.shapes import Selection, select
+from loadtest.operators.sru import measure_sru
 from loadtest.operators.ssd import measure_ssd
 from loadtest.operators.steps import measure_steps
 from loadtest.operators.versus import measure_peers
@@ -64,6 +66,7 @@ TITLES = {
     "selective": "Mamba's recurrence, beside its bytes and its exponentials",
     "ssd": "Mamba-2's recurrence, beside its bytes",
     "gated_rnn": "layers of GRU and LSTM, beside torch.nn's",
+    "sru": "SRU, its recurrence and a layer, beside its bytes and others' layers",
     "draws": "draws, a token for each row of logits",
     "heads": "heads of greedy steps with 32,000 tokens, their draws included",
     "peers": "linear recurrences by others at the same shapes",
@@ -154,6 +157,7 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         "gated_rnn": lambda: measure_gated_rnn(
             shapes.gated_scans, shapes.gated_steps, dtypes, limits
         ),
+        "sru": lambda: measure_sru(shapes.sru_scans, shapes.sru_steps, dtypes, limits),
         "draws": lambda: measure_draws(shapes.draws, limits),
         "heads": lambda: measure_heads(shapes.heads, limits),
         "peers": lambda: measure_peers(shapes.scans, dtypes, limits),

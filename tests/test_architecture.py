@@ -202,6 +202,7 @@ CSRC_MAY_INCLUDE: dict[str, set[str]] = {
     "conv1d": {"core", "cells"},
     "selective": {"arch", "core", "cells"},
     "ssd": {"arch", "core", "cells", "selective"},
+    "sru": {"arch", "core", "cells"},
     "sampling": {"arch", "core"},
     "pinned_copy": {"arch", "core"},
     "cpu_product": {"core"},

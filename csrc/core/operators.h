@@ -62,6 +62,21 @@ Tensor ssd_step(const Tensor& x, const Tensor& dt, const Tensor& A, const Tensor
                 const Tensor& C, const Tensor& D, const Tensor& dt_bias,
                 const std::vector<double>& dt_limit, const Tensor& state, const Tensor& slots);
 
+Tensor sru_scan(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
+                const Tensor& bias, const Tensor& cu_seqlens, const Tensor& state,
+                const Tensor& slots, double scale_x, bool tanh);
+Tensor sru_step(const Tensor& u, const MaybeTensor& x, const MaybeTensor& weight_c,
+                const Tensor& bias, const Tensor& state, const Tensor& slots, double scale_x,
+                bool tanh);
+std::tuple<Tensor, Tensor, Tensor> sru_scan_train(const Tensor& u, const MaybeTensor& x,
+                                                  const MaybeTensor& weight_c, const Tensor& bias,
+                                                  const Tensor& cu_seqlens, const MaybeTensor& c0,
+                                                  double scale_x, bool tanh);
+std::tuple<Tensor, Tensor, Tensor, Tensor> sru_scan_train_backward(
+    const Tensor& grad_h, const MaybeTensor& grad_last, const Tensor& u, const MaybeTensor& x,
+    const MaybeTensor& weight_c, const Tensor& bias, const Tensor& cu_seqlens, const Tensor& c,
+    const MaybeTensor& c0, double scale_x, bool tanh);
+
 Tensor gru_scan(const Tensor& pre, const Tensor& weight, const MaybeTensor& bias,
                 const Tensor& cu_seqlens, const Tensor& hidden, const Tensor& slots);
 Tensor gru_step(const Tensor& pre, const Tensor& recurrent, const Tensor& hidden,

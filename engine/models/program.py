@@ -65,6 +65,8 @@ class Recurrence:
         normalize_gates: minLSTM: the gates are scaled so that f' + i' = 1.
         lower_bound: HGRN: the least forget gate of every channel, fp32 [channels], computed from
             the weights as they were when the program was made; None: 0.
+        vectors: SRU: what the gates see of the state and their biases, v_f | v_r | b_f | b_r, fp32
+            [4 * channels], as they were when the program was made.
     """
 
     cell: str
@@ -72,6 +74,7 @@ class Recurrence:
     linear_candidate: bool = False
     normalize_gates: bool = True
     lower_bound: Tensor | None = field(default=None, compare=False)
+    vectors: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,36 @@ class GatedRecurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """LayerNorm of the value, with weight and bias: [tokens, width] -> [tokens, width]."""
+
+    module: nn.LayerNorm
+
+
+@dataclass(frozen=True, slots=True)
+class SruRecurrence:
+    """SRU over time: u0 | u1 | u2 (| u3) [tokens, 3 or 4 * channels] -> h [tokens, channels].
+
+    Args:
+        weight_c: what the gates see of the state, forget | reset, fp32 [2 * channels], computed
+            from the weights as they were when the program was made; None: nothing.
+        bias: of the gates, likewise.
+        state: name of the state tensor [channels] with c.
+        highway: whether the highway's input is the layers' stream x, times `scale_x`; false: it is
+            u3, or there is none.
+        scale_x: factor of x.
+        tanh: whether the output is of tanh(c), not of c.
+    """
+
+    weight_c: Tensor | None = field(compare=False)
+    bias: Tensor = field(compare=False)
+    state: str
+    highway: bool
+    scale_x: float
+    tanh: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GatedNorm:
     """RMSNorm of the recurrence's h, times silu of the last of its gates."""
 
@@ -179,6 +212,8 @@ Stage = (
     | SelectiveRecurrence
     | SsdRecurrence
     | GatedRecurrence
+    | SruRecurrence
+    | LayerNorm
     | GatedNorm
     | Elementwise
     | Residual

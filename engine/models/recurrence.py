@@ -26,6 +26,9 @@ from engine.ops import (
     minlstm_scan,
     minlstm_scan_train,
     minlstm_step,
+    sru_scan,
+    sru_scan_train,
+    sru_step,
 )
 
 
@@ -34,7 +37,7 @@ class CellOperators:
     """The operators of one cell.
 
     In their methods `how` has the cell's options, `per_channel` its channel parameters, fp32
-    [channels].
+    [channels], of SRU [4 * channels].
 
     Args:
         gates: columns of the pre-activations per channel, as in csrc/cells.
@@ -42,6 +45,7 @@ class CellOperators:
         arguments: these, from `how` and `per_channel`.
         output_gate: the last gate is one of the output, after a norm (GatedNorm).
         bounded: it reads a lower bound of the forget gate (Recurrence.lower_bound).
+        sees_state: its gates depend on the state (Recurrence.vectors).
     """
 
     gates: int
@@ -51,6 +55,7 @@ class CellOperators:
     arguments: Callable[[Recurrence, Tensor | None], tuple[Any, ...]]
     output_gate: bool = False
     bounded: bool = False
+    sees_state: bool = False
 
     def scan(
         self,
@@ -90,6 +95,29 @@ class CellOperators:
         return self.operators[2](pre, cu_seqlens, h0, *self.arguments(how, per_channel))
 
 
+def _vectors(per_channel: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what an SRU's gates see of the state, and their bias, of Recurrence.vectors."""
+    assert per_channel is not None
+    weight_c, bias = per_channel.chunk(2)
+    return weight_c, bias
+
+
+def _sru_scan(
+    pre: Tensor, cu_seqlens: Tensor, state: Tensor, slots: Tensor, weight_c: Tensor, bias: Tensor
+) -> Tensor:
+    return sru_scan(pre, None, weight_c, bias, cu_seqlens, state, slots)
+
+
+def _sru_step(pre: Tensor, state: Tensor, slots: Tensor, weight_c: Tensor, bias: Tensor) -> Tensor:
+    return sru_step(pre, None, weight_c, bias, state, slots)
+
+
+def _sru_scan_train(
+    pre: Tensor, cu_seqlens: Tensor, h0: Tensor | None, weight_c: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    return sru_scan_train(pre, None, weight_c, bias, cu_seqlens, h0)
+
+
 CELLS: dict[str, CellOperators] = {
     # h_t = (1 - z) h_{t-1} + z g(v), z = sigmoid(k); gates k | v (arXiv 2410.01201, section 3.1)
     "mingru": CellOperators(
@@ -112,6 +140,15 @@ CELLS: dict[str, CellOperators] = {
         arguments=lambda _, per_channel: (per_channel,),
         output_gate=True,
         bounded=True,
+    ),
+    # c_t = f c_{t-1} + (1 - f) u0, f = sigmoid(u1 + v_f c_{t-1} + b_f); h_t = r c_t + (1 - r) u3, r
+    # likewise of u2 (arXiv 1709.02755); parts u0 | u1 | u2 | u3, and the state is c. The channel
+    # parameters are v_f | v_r | b_f | b_r. It is not affine in c, and no cell of csrc/cells.
+    "sru": CellOperators(
+        gates=4,
+        operators=(_sru_scan, _sru_step, _sru_scan_train),
+        arguments=lambda _, per_channel: _vectors(per_channel),
+        sees_state=True,
     ),
 }
 

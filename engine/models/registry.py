@@ -22,6 +22,7 @@ from engine.models.language_model import LanguageModel
 from engine.models.mamba.family import MambaFamily
 from engine.models.mamba2.family import Mamba2Family
 from engine.models.minrnn.family import MinRnnFamily
+from engine.models.sru.family import SruFamily
 
 DEFAULT = MinRnnFamily()
 FAMILIES: tuple[Family, ...] = (
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     Mamba2Family(),
     GruFamily(),
     LstmFamily(),
+    SruFamily(),
 )
 
 

@@ -30,6 +30,7 @@ from engine.ops.scan import (
     minlstm_step,
 )
 from engine.ops.selective import selective_scan, selective_scan_train, selective_step
+from engine.ops.sru import sru_scan, sru_scan_train, sru_step
 from engine.ops.ssd import ssd_scan, ssd_scan_train, ssd_step
 
 __all__ = [
@@ -61,6 +62,9 @@ __all__ = [
     "selective_scan",
     "selective_scan_train",
     "selective_step",
+    "sru_scan",
+    "sru_scan_train",
+    "sru_step",
     "ssd_scan",
     "ssd_scan_train",
     "ssd_step",

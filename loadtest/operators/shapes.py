@@ -46,6 +46,8 @@ CPU_SELECTIVE = ["1x1024x1536", "4x128x1536", "1x1536", "16x1536"]
 GATED = ["1x512x1024", "1x4096x1024", "64x512x1024", "64x4096x1024", "1x1024", "64x1024"]
 CPU_GATED = ["1x512x1024", "64x512x1024", "1x1024", "64x1024"]
 CPU_QUICK_GATED = ["1x512x1024", "1x1024", "64x1024"]
+SRU = ["1x512x1024", "1x4096x1024", "64x512x1024", "64x4096x1024", "1x1024", "64x1024"]
+CPU_SRU = ["1x512x1024", "1x4096x1024", "64x512x1024", "1x1024", "64x1024"]
 CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
@@ -114,7 +116,7 @@ class Selection:
 
     Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
     heads are rows x width. `selective_` shapes are those of Mamba's scans and steps, `gated_` those
-    of GRU's and LSTM's.
+    of GRU's and LSTM's, `sru_` those of SRU's.
     """
 
     scans: tuple[ScanShape, ...]
@@ -126,6 +128,8 @@ class Selection:
     selective_steps: tuple[tuple[int, int], ...]
     gated_scans: tuple[ScanShape, ...]
     gated_steps: tuple[tuple[int, int], ...]
+    sru_scans: tuple[ScanShape, ...]
+    sru_steps: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -142,12 +146,13 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         selective_labels = SELECTIVE if device.type == "cuda" else CPU_SELECTIVE
         quick_or_not = CPU_QUICK_GATED if quick else CPU_GATED
         gated_labels = GATED if device.type == "cuda" else quick_or_not
+        sru_labels = SRU if device.type == "cuda" else CPU_SRU
         head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
         labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
-        draw_labels = head_labels = selective_labels = gated_labels = labels
+        draw_labels = head_labels = selective_labels = gated_labels = sru_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
@@ -165,4 +170,6 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         tuple(shape for shape in map(parse_step, selective_labels) if shape is not None),
         tuple(shape for shape in map(parse_scan, gated_labels) if shape is not None),
         tuple(shape for shape in map(parse_step, gated_labels) if shape is not None),
+        tuple(shape for shape in map(parse_scan, sru_labels) if shape is not None),
+        tuple(shape for shape in map(parse_step, sru_labels) if shape is not None),
     )

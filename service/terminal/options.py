@@ -506,6 +506,23 @@ NormalizeGates = Annotated[
     bool | None,
     Option(help="Whether a minLSTM normalises its gates; the weights do not tell."),
 ]
+Tanh = Annotated[
+    bool | None, Option(help="Whether an SRU's output is of tanh(c); the weights do not tell [no].")
+]
+SkipTerm = Annotated[
+    bool | None,
+    Option(
+        help="Whether an SRU has a highway (has_skip_term); the weights tell only where a layer's "
+        "input has another width [yes]."
+    ),
+]
+NormalizeAfter = Annotated[
+    bool | None,
+    Option(
+        help="Whether an SRU's layer norms are behind its layers; the weights tell only where a "
+        "layer's input has another width [no]."
+    ),
+]
 NormEps = Annotated[float | None, Option(help="Epsilon of the norms [that of the source project].")]
 ConvertedTokenizer = Annotated[
     Path | None,

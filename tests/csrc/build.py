@@ -51,6 +51,7 @@ PROGRAMS: dict[str, tuple[str, list[str]]] = {
     "selective": ("selective_driver.cpp", []),
     "gated_rnn": ("gated_rnn_driver.cpp", []),
     "ssd": ("ssd_driver.cpp", []),
+    "sru": ("sru_driver.cpp", []),
     "time_contiguous": ("time_contiguous_driver.cpp", []),
     "sampling": ("sampling_driver.cpp", []),
     "logprobs": ("logprobs_driver.cpp", []),

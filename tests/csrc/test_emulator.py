@@ -170,6 +170,20 @@ SSD = [
     "--chunks 1 --lengths 0,0 --slots 0,1 --tail 3 --splits 0",
 ]
 
+SRU = [
+    "--type bf16",
+    "--type f32 --tanh 1 --channels 33 --extra-stride 3 --seeds 0,1,2",
+    "--type f16 --highway 0 --initial 0",
+    "--type f32 --highway 0 --tanh 1 --lengths 100,0,64,65 --slots 3,1,-1,0 --channels 7",
+    "--weight-c 0",
+    "--weight-c 0 --type f32 --lengths 300,128,0,129,1,257 --slots 5,0,3,1,-1,2 --splits 128,256 "
+    "--channels 33 --extra-stride 1",
+    "--weight-c 0 --type f16 --lengths 513 --slots 0 --tanh 1 --highway 0 --tail 70 --channels 5",
+    "--weight-c 0 --lengths 1,1,1,1 --slots 2,-1,0,9 --type f32",
+    "--lengths 0,0 --slots 0,1 --tail 3 --splits 0",
+    "--lengths 5 --slots -1 --tail 0 --splits 2",
+]
+
 # Five rows of 44 channels and a rank of 48, of which the second and the third row are padding.
 SELECTED = [
     "--seeds 0,1,2",
@@ -381,6 +395,12 @@ def test_gated_rnn(programs: Path, case: str) -> None:
 @pytest.mark.parametrize("case", SSD)
 def test_ssd(programs: Path, case: str) -> None:
     result = run(programs / "ssd", *case.split())
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("case", SRU)
+def test_sru(programs: Path, case: str) -> None:
+    result = run(programs / "sru", *case.split())
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
 
 

@@ -17,10 +17,11 @@ from engine.errors import ConfigError
 from engine.models import registry
 from engine.models.gated_rnn.config import GruConfig, LstmConfig
 from engine.models.hgrn.config import HgrnConfig
-from engine.models.loader import load_model, save_model
+from engine.models.loader import load_config, load_model, save_model
 from engine.models.mamba.config import MambaConfig
 from engine.models.mamba2.config import Mamba2Config
 from engine.models.minrnn.config import MinRnnConfig
+from engine.models.sru.config import SruConfig
 from engine.protocol.events import Finished
 from engine.protocol.logprobs import TokenLogprobs
 from engine.protocol.requests import KeepState, Request
@@ -47,7 +48,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "mamba2": Mamba2Config(**MAMBA2, least_dt=0.01, most_dt=0.5, bias=True),
     "gru": GruConfig(**{**GATED, "d_embedding": 20}, head_bias=True),
     "lstm": LstmConfig(**GATED, tie_embeddings=True),
+    "sru": SruConfig(**{**GATED, "d_embedding": 20}, projection=9, layer_norm=True, tanh=True),
+    "sru, v = 0": SruConfig(**GATED, tie_embeddings=True, weight_c=False, scale_x=1.5),
     "own block with hgrn": MinRnnConfig(cell="hgrn", **SHAPE, conv_kernel=3, eos_token_id=256),
+    "own block with sru": MinRnnConfig(cell="sru", **SHAPE, conv_kernel=3, eos_token_id=256),
 }
 PROMPT = list(b"the quick brown fox jumps over the lazy dog. " * 7)
 
@@ -198,5 +202,8 @@ def test_8_bit_weights_are_served(folder: Path) -> None:
 
 def test_deterministic_is_refused_where_no_kernel_promises_it(folder: Path) -> None:
     message = "deterministic is not possible .*: weights are torch.float16; allowed: float32"
+    cell = load_config(folder).cell
+    if cell == "sru":
+        message = "deterministic is not possible .*; allowed: false with the cell 'sru'"
     with pytest.raises(ConfigError, match=message):
         load(folder, deterministic=True, dtype="float16")

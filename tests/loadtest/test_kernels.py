@@ -49,10 +49,11 @@ def test_every_case_gives_finite_figures_and_a_picture(
     counts = {case: sum(row["case"] == case for row in rows) for case in kernels.TITLES}
     # Two types each, but for steps: 2 cells x 2 shapes; 2 layouts; those and 2 cells x 2 shapes;
     # 3 steps; 2 scans and a step of Mamba, and of Mamba-2; a scan and a step of GRU and LSTM, in
-    # two types; 5 filters; no heads, for want of kernels; ours and the peers that a CPU can run.
+    # two types; of SRU two types, 3 figures of 2 scans and 2 of a step; 5 filters; no heads, for
+    # want of kernels; ours and the peers that a CPU can run.
     assert counts == {
         "fused": 8, "linear": 4, "backward": 12, "steps": 3, "selective": 3, "ssd": 3,
-        "gated_rnn": 8, "draws": 5, "heads": 0, "peers": 6
+        "gated_rnn": 8, "sru": 16, "draws": 5, "heads": 0, "peers": 6
     }  # fmt: skip
     for row in rows:
         if row["case"] == "gated_rnn":
@@ -70,6 +71,11 @@ def test_every_case_gives_finite_figures_and_a_picture(
         assert set(row["times"]) == ({"log-space", "loop"} if row["shape"] == SCAN else set())
     assert all(
         set(row["times"]) == {"composed"} for row in rows if row["case"] in ("selective", "ssd")
+    )
+    assert all(
+        {"LSTM"} <= set(row["times"])
+        for row in rows
+        if row["operator"].startswith("layer") and row["shape"] != PACKED
     )
     printed = capsys.readouterr().out
     assert all((title in printed) == bool(counts[case]) for case, title in kernels.TITLES.items())
@@ -106,6 +112,9 @@ def test_bytes_are_counted_once_each(tmp_path: Path) -> None:
     streams, states = 2 * (2 * 24 + 1 + 2 * 128), 24 * 128 * 8
     assert found["ssd", "ssd_scan"] == 2 * 64 * streams + 2 * states + 3 * 4
     assert found["ssd", "ssd_step"] == 5 * streams + 5 * states + 3 * 4
+    assert found["sru", "sru_scan"] == 5 * elements * 2 + 24 * (2 * 8 + 16)
+    assert found["sru", "sru_step"] == 5 * numbers * 2 + 24 * (5 * 8 + 16)
+    assert found["sru", "layer"] == 2 * elements * 2 + 24 * (2 * 8 + 3 * 24 * 2 + 16)
 
 
 def test_rows_behind_the_sequences_are_scanned_too(tmp_path: Path) -> None:

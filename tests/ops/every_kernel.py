@@ -167,6 +167,24 @@ def ssd(lengths: list[int], heads: int, width: int, groups: int, dtype: torch.dt
         ops.ssd_step(*(one[:rows] for one in inputs), *few, state, slots)
 
 
+def sru(lengths: list[int], channels: int, dtype: torch.dtype) -> None:
+    """Every form, with gates that see the state and that do not; the gradients."""
+    tokens, cu_seqlens, slots = batch(lengths)
+    rows = len(lengths)
+    state = random(rows, channels, dtype=torch.float32)
+    for seen, highway, tanh in itertools.product((True, False), repeat=3):
+        u = random(tokens, 3 * channels, dtype=dtype).requires_grad_()
+        x = random(tokens, channels, dtype=dtype).requires_grad_() if highway else None
+        v, bias = (random(2 * channels).float().requires_grad_() for _ in range(2))
+        given = (v if seen else None, bias)
+        with torch.no_grad():
+            ops.sru_scan(u, x, *given, cu_seqlens, state, slots, 1.5, tanh)
+            few = None if x is None else x[:rows]
+            ops.sru_step(u[:rows], few, *given, state, slots, 1.5, tanh)
+        h, last = ops.sru_scan_train(u, x, *given, cu_seqlens, state.clone(), 1.5, tanh)
+        (h.sum() + last.sum()).backward()
+
+
 def selected(rows: int, channels: int, rank: int) -> None:
     wide, chosen = random(rows, 2 * channels), random(rows, rank + 32)
     weight, a = pack_dt_weight(random(channels, rank)), -random(channels, 16).float().exp()
@@ -391,6 +409,7 @@ def main() -> None:
             ssd(lengths, 6, channels // 8, 3, dtype)
             ssd(lengths, 8, 64, 2, dtype)
             training(lengths, channels, dtype)
+            sru(lengths, channels, dtype)
         training(lengths, 20, torch.float64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for lengths in ([3, 1], [2] * 20, [2] * 70):
@@ -402,6 +421,7 @@ def main() -> None:
     # Of steps a thread has several units of channels, then several rows too; of scans more states.
     selective([1] * 300, 72, torch.bfloat16)
     selective([1, 40, 0, 33] * 10, 8000, torch.bfloat16)
+    sru([1, 40, 0, 33] * 10, 8000, torch.bfloat16)
     ssd([1, 129, 0, 300] * 10, 32, 128, 2, torch.bfloat16)
     ssd([1] * 300, 24, 64, 1, torch.bfloat16)
     for shape in ((2, 72, 8), (9, 37, 264), (40, 8000, 48)):

@@ -41,6 +41,10 @@ NAMES = [
     "selective_step",
     "ssd_scan",
     "ssd_step",
+    "sru_scan",
+    "sru_step",
+    "sru_scan_train",
+    "sru_scan_train_backward",
     "target_logprobs",
 ]
 
@@ -58,6 +62,8 @@ STATE_AT = {
     "selective_step": 8,
     "ssd_scan": 9,
     "ssd_step": 8,
+    "sru_scan": 5,
+    "sru_step": 4,
 }
 
 
@@ -89,6 +95,8 @@ def _arguments(name: str) -> tuple[Any, ...]:
         return _selective_arguments(name)
     if name.startswith("ssd"):
         return _ssd_arguments(name)
+    if name.startswith("sru"):
+        return _sru_arguments(name)
     cell = name.split("_")[0]
     options = given_options(
         {"mingru": (False,), "minlstm": (False, True), "hgrn": (BOUND,)}[cell], channels=5
@@ -129,6 +137,23 @@ def _ssd_arguments(name: str) -> tuple[Any, ...]:
     if name.endswith("step"):
         return *inputs, state, slots
     return *inputs, int32(0, 2, 7, 10), state, slots
+
+
+def _sru_arguments(name: str) -> tuple[Any, ...]:
+    def rows(columns: int, seed: int) -> Tensor:
+        return exact(3 if name.endswith("step") else 12, columns, seed=seed).float()
+
+    weight_c, bias = (exact(10, seed=seed, scale=0.5).float() for seed in (12, 13))
+    inputs = rows(15, 14), rows(5, 15), weight_c, bias
+    state, slots, bounds = exact(4, 5, seed=16).float(), int32(2, -1, 0), int32(0, 2, 7, 10)
+    if name == "sru_step":
+        return *inputs, state, slots, 1.5, True
+    if name == "sru_scan":
+        return *inputs, bounds, state, slots, 1.5, True
+    c0 = exact(3, 5, seed=17).float()
+    if name == "sru_scan_train":
+        return *inputs, bounds, c0, 1.5, True
+    return rows(5, 18), c0 * 0.5, *inputs, bounds, rows(5, 19), c0, 1.5, True
 
 
 def call(name: str) -> Callable[..., Any]:
@@ -176,7 +201,9 @@ def test_compiled_equals_eager(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["linear_scan", "mingru_scan_train", "minlstm_scan_train"])
+@pytest.mark.parametrize(
+    "name", ["linear_scan", "mingru_scan_train", "minlstm_scan_train", "sru_scan_train"]
+)
 def test_compiled_gradients_equal_eager(device: str, name: str) -> None:
     torch.compiler.reset()
     wrapper = getattr(ops, name)

@@ -53,6 +53,14 @@ class Cell(nn.Module):
             if config.out_projection
             else nn.Identity()
         )
+        # of SRU: what the gates see of the state, and their bias; forget | reset
+        self.weight_c: nn.Parameter | None = None
+        self.gate_bias: nn.Parameter | None = None
+        if self.operators.sees_state:
+            self.weight_c = nn.Parameter(torch.empty(2 * config.inner))
+            self.gate_bias = nn.Parameter(torch.zeros(2 * config.inner))
+            if not self.weight_c.is_meta:
+                nn.init.uniform_(self.weight_c, -(1.5**0.5), 1.5**0.5)  # as its authors do
         self.initial = (
             nn.Parameter(torch.randn(config.inner)) if config.learned_initial_state else None
         )
@@ -64,6 +72,15 @@ class Cell(nn.Module):
         if self.initial is None:
             return torch.zeros(self.inner, dtype=dtype, device=weight.device)
         return g(self.initial.to(dtype))
+
+    def vectors(self) -> Tensor | None:
+        """Return v_f | v_r | b_f | b_r of an SRU, fp32 (fp64 of fp64) [4 * inner]; else None."""
+        if self.weight_c is None or self.gate_bias is None:
+            return None
+        parts = self.weight_c, self.gate_bias
+        return torch.cat(
+            [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        )
 
     def scan(
         self,
@@ -126,7 +143,10 @@ class Cell(nn.Module):
         """Return the cell's stages (engine/models/program.py)."""
         stages: list[Stage] = [
             Linear(self.gates),
-            dataclasses.replace(self.recurrence, lower_bound=per_channel),
+            dataclasses.replace(
+                self.recurrence,
+                **{"vectors" if self.weight_c is not None else "lower_bound": per_channel},
+            ),
         ]
         if self.norm is not None:
             stages.append(GatedNorm(self.norm))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from engine.config import ModelConfig, check, check_integers, is_number
 from engine.state_spec import StateSpec
 
-CellName = Literal["mingru", "minlstm", "hgrn"]
+CellName = Literal["mingru", "minlstm", "hgrn", "sru"]
 Candidate = Literal["g", "linear"]
 
 
@@ -39,7 +39,9 @@ class MinRnnConfig(ModelConfig):
     learned_initial_state: bool = False  # h_0 = g(parameter) instead of 0
 
     def __post_init__(self) -> None:
-        check(self.cell in get_args(CellName), "cell", self.cell, '"mingru", "minlstm" or "hgrn"')
+        cells = get_args(CellName)
+        named = ", ".join(f'"{cell}"' for cell in cells[:-1]) + f' or "{cells[-1]}"'
+        check(self.cell in cells, "cell", self.cell, named)
         super().__post_init__()
         check_integers(self, ("conv_kernel", 0, 256, False))
         check(self.conv_kernel != 1, "conv_kernel", 1, "0 (none) or at least 2")
@@ -54,10 +56,10 @@ class MinRnnConfig(ModelConfig):
         check(self.inner >= 1, "expansion", self.expansion, "d_model * expansion of at least 1")
         check(self.candidate in get_args(Candidate), "candidate", self.candidate, '"g", "linear"')
         check(
-            self.cell != "hgrn" or self.candidate == "g",
+            self.cell in ("mingru", "minlstm") or self.candidate == "g",
             "candidate",
             self.candidate,
-            '"g" with the cell "hgrn", whose candidate is silu(i)',
+            f'"g" with the cell "{self.cell}", which has no other candidate',
         )
         check(
             self.out_projection or self.inner == self.d_model,

@@ -135,6 +135,7 @@ class LM(LanguageModel):
 
     config: MinRnnConfig
     vectors_of_layers = frozenset({"lower_bounds"})
+    float32_parameters = (".weight_c",)
 
     def __init__(self, config: MinRnnConfig, dropout: float = 0.0) -> None:
         super().__init__(config, lambda _: Layer(config, dropout))
@@ -184,7 +185,12 @@ class LM(LanguageModel):
         }
 
     def channel_parameters(self) -> Sequence[Tensor | None]:
-        """Return each layer's lower bounds of the forget gate, fp32 [inner]; None: it has none."""
+        """Return what each layer's recurrence needs per channel, fp32; None: nothing.
+
+        Of HGRN the lower bounds of the forget gate [inner], of SRU `Cell.vectors` [4 * inner].
+        """
+        if self.config.cell == "sru":
+            return [layer.cell.vectors() for layer in cast("Sequence[Layer]", self.layers)]
         return lower_bounds_of(self.lower_bounds, self.config.n_layers)
 
     @torch.no_grad()

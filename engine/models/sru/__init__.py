@@ -1,0 +1,1 @@
+"""SRU language models, from state dicts around the `sru` package."""
