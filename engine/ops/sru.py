@@ -73,8 +73,10 @@ def sru_scan(
         h, new = _scan(u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh)
         state.copy_(new)
         return h
-    h = torch.ops.minserve.sru_scan(u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh)
-    return h
+    result: Tensor = torch.ops.minserve.sru_scan(
+        u, x, weight_c, bias, cu_seqlens, state, slots, scale_x, tanh
+    )
+    return result
 
 
 def sru_step(
@@ -108,8 +110,8 @@ def sru_step(
         h, new = _scan(u, x, weight_c, bias, bounds, state, slots, scale_x, tanh)
         state.copy_(new)
         return h
-    h = torch.ops.minserve.sru_step(u, x, weight_c, bias, state, slots, scale_x, tanh)
-    return h
+    result: Tensor = torch.ops.minserve.sru_step(u, x, weight_c, bias, state, slots, scale_x, tanh)
+    return result
 
 
 def sru_scan_train(
@@ -140,10 +142,10 @@ def sru_scan_train(
     """
     if _is_composed(u):
         return _scan_train(u, x, weight_c, bias, cu_seqlens, c0, scale_x, tanh)
-    h, _, last = torch.ops.minserve.sru_scan_train(
+    results: tuple[Tensor, Tensor, Tensor] = torch.ops.minserve.sru_scan_train(
         u, x, weight_c, bias, cu_seqlens, c0, scale_x, tanh
     )
-    return h, last
+    return results[0], results[2]
 
 
 def planes_of(weight: Tensor, parts: int) -> Tensor:

@@ -30,15 +30,15 @@ Call = partial[Tensor]
 
 def inputs(
     tokens: int, channels: int, seen: bool, dtype: torch.dtype, device: torch.device
-) -> list[Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return u, x, weight_c (None: v = 0) and bias."""
     numbers = partial(torch.randn, device=device)
-    return [
+    return (
         numbers(tokens, 3 * channels, dtype=dtype),
         numbers(tokens, channels, dtype=dtype),
         numbers(2 * channels) / 2 if seen else None,
         numbers(2 * channels),
-    ]
+    )
 
 
 def traffic(tokens: int, sequences: int, channels: int, size: int, seen: bool) -> int:

@@ -62,6 +62,12 @@ def logits(config: MinRnnConfig, weights: dict[str, Tensor], tokens: Tensor) -> 
             elif config.cell == "hgrn":
                 forget = lower_bounds[layer] + (1 - lower_bounds[layer]) * sigmoid(pre[1])
                 take, candidate = 1 - forget, pre[0] * sigmoid(pre[0])
+            elif config.cell == "sru":
+                v_f, v_r = w[f"{at}.cell.weight_c"].split(config.inner)
+                b_f, b_r = w[f"{at}.cell.gate_bias"].split(config.inner)
+                forget = sigmoid(pre[1] + v_f * hidden[layer] + b_f)
+                reset = sigmoid(pre[2] + v_r * hidden[layer] + b_r)
+                take, candidate = 1 - forget, pre[0]
             else:
                 forget, take = sigmoid(pre[0]), sigmoid(pre[1])
                 if config.normalize_gates:
@@ -71,6 +77,8 @@ def logits(config: MinRnnConfig, weights: dict[str, Tensor], tokens: Tensor) -> 
             if config.cell == "hgrn":
                 y = rms_norm(y, w[f"{at}.cell.norm.weight"], config.norm_eps)
                 y = y * pre[2] * sigmoid(pre[2])
+            if config.cell == "sru":
+                y = reset * y + (1 - reset) * pre[3]
             x = x + (linear(y, f"{at}.cell.out") if config.out_projection else y)
             if config.mlp_ratio:
                 y = rms_norm(x, w[f"{at}.mlp.norm.weight"], config.norm_eps)

@@ -46,6 +46,7 @@ class Cell(nn.Module):
         )
         self.weight_c = nn.Parameter(torch.zeros(2 * hidden) if v1 else torch.randn(2 * hidden) / 2)
         self.bias = nn.Parameter(torch.randn(2 * hidden) / 2)
+        self.scale_x: Tensor
         scale = 3.0**0.5 if rescale and has_skip_term else 1.0
         self.register_buffer("scale_x", torch.tensor([scale]))
         self.layer_norm: nn.LayerNorm | None = None

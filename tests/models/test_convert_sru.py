@@ -84,11 +84,12 @@ def test_a_checkpoint_without_scale_x_has_none(tmp_path: Path) -> None:
 def test_shapes_and_options_must_agree(tmp_path: Path) -> None:
     wide = {"embedding": 10, "layer_norm": True}
     torch.save(weights_of(**wide), tmp_path / "w.pt")
-    for options, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"skip_term": False}, "skip_term is False; allowed: True, which the first layer's matrix"),
         ({"normalize_after": True}, "normalize_after is True; allowed: False, which the first"),
         ({"normalize_gates": False}, "normalize_gates is False; allowed: none for a sru model"),
-    ):
+    ]
+    for options, message in refused:
         with pytest.raises(ConfigError, match=message):
             convert(tmp_path / "w.pt", tmp_path / "out", **options)
     torch.save(weights_of(), tmp_path / "plain.pt")

@@ -46,7 +46,17 @@ VARIANTS = [
         if "candidate" not in options
     ),
     pytest.param({"cell": "hgrn", "lower_bounds": False}, id="hgrn-no-lower-bounds"),
+    pytest.param({"cell": "sru", "conv_kernel": 3}, id="sru-conv"),
+    pytest.param({"cell": "sru", **_OPTIONS["biases"]}, id="sru-biases"),
+    pytest.param({"cell": "sru", **_OPTIONS["expansion-1"]}, id="sru-expansion-1"),
+    pytest.param(
+        {"cell": "sru", "learned_initial_state": True, "tie_embeddings": True},
+        id="sru-initial-state",
+    ),
 ]
+
+# The models that csrc/cpu_model computes.
+PACKED_VARIANTS = [one for one in VARIANTS if one.values[0]["cell"] != "sru"]
 
 
 def config_of(options: dict[str, object]) -> MinRnnConfig:

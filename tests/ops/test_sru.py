@@ -27,6 +27,7 @@ library = pytest.mark.skipif(
 )
 
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+Served = tuple[Any, Any, Any, Any]
 
 
 @pytest.fixture
@@ -54,16 +55,18 @@ def case(
     )
 
 
-def served(given: Given, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+def served(given: Given, device: str, dtype: torch.dtype) -> Served:
     """In the dtypes of the operators."""
-    types = dtype, dtype, torch.float32, torch.float32
-    return tuple(
-        None if tensor is None else tensor.to(device, of)
-        for tensor, of in zip(given, types, strict=True)
+    u, x, weight_c, bias = given
+    return (
+        u.to(device, dtype),
+        None if x is None else x.to(device, dtype),
+        None if weight_c is None else weight_c.to(device, torch.float32),
+        bias.to(device, torch.float32),
     )
 
 
-def rows_of(given: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
+def rows_of(given: Served, part: slice) -> Served:
     u, x, weight_c, bias = given
     return u[part], None if x is None else x[part], weight_c, bias
 

@@ -58,7 +58,7 @@ def test_windows_predict_every_token_but_the_first_once(tokens: int) -> None:
     assert all(inputs.shape[0] <= 2 and inputs.shape[1] <= 8 for inputs, _ in seen)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 @pytest.mark.parametrize("tokens", [17, 29])
 def test_windows_loss_is_that_of_each_window_read_from_the_initial_state(
     cell: CellName, tokens: int
@@ -85,7 +85,7 @@ def test_windows_loss_on_a_gpu_is_that_on_the_cpu(dtype: torch.dtype) -> None:
     assert loss.nats == pytest.approx(expected.nats, rel=tolerance)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 @pytest.mark.parametrize(("conv_kernel", "learned"), [(0, False), (4, False), (2, True)])
 def test_carried_loss_is_that_of_stepping_through_the_text(
     cell: CellName, conv_kernel: int, learned: bool, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +127,7 @@ def test_the_first_tokens_can_be_read_without_being_scored(
     assert torch.cat([*seen, torch.empty(0)]).tolist() == pytest.approx(naive, rel=1e-4)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 @pytest.mark.parametrize("window", [1, 3, 8, 20, 100])
 @pytest.mark.parametrize("tokens", [2, 17, 41])
 def test_served_windows_are_those_of_each_read_from_the_same_state(
@@ -156,7 +156,7 @@ def test_served_windows_are_those_of_each_read_from_the_same_state(
     assert after.nats == pytest.approx(sum(naive), rel=1e-5)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 @pytest.mark.parametrize(
     ("tokens", "batch", "limit"),
     [(2, 4, 0), (9, 4, 0), (41, 1, 0), (41, 3, 0), (60, 3, 24), (60, 3, 31), (60, 3, 2)],

@@ -31,7 +31,7 @@ def outcome(trainer: Trainer) -> tuple[list[tuple[int, float, float]], list[torc
     return points, [parameter.detach() for parameter in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 def test_the_losses_go_down_and_the_best_evaluation_is_kept(
     make_trainer: MakeTrainer, cell: CellName
 ) -> None:
@@ -58,7 +58,7 @@ def test_the_last_step_is_evaluated_also_out_of_turn(make_trainer: MakeTrainer) 
     assert [p.step for p in trainer.curve.points()] == [8, 10]
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 @pytest.mark.parametrize("at", [8, 13])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     make_trainer: MakeTrainer, cell: CellName, at: int
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     )
 
 
-@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "minlstm", "hgrn", "sru"])
 def test_a_resumed_run_goes_on_with_carried_states_muon_and_samples(
     make_trainer: MakeTrainer, cell: CellName
 ) -> None:
@@ -128,7 +128,7 @@ def test_carrying_begins_at_the_initial_state_and_reads_what_came_before(
         assert point.train_loss == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "hgrn", "sru"])
 def test_muon_is_for_the_matrices_of_the_layers_alone(
     make_trainer: MakeTrainer, cell: CellName
 ) -> None:
@@ -294,7 +294,7 @@ def test_the_average_is_what_is_evaluated(make_trainer: MakeTrainer) -> None:
         assert not torch.equal(weight, raw)
 
 
-@pytest.mark.parametrize("cell", ["mingru", "hgrn"])
+@pytest.mark.parametrize("cell", ["mingru", "hgrn", "sru"])
 def test_only_matrices_decay(make_trainer: MakeTrainer, cell: CellName) -> None:
     one_step = {"config": {"cell": cell}, "learning_rate": 1e-2, "steps": 1, "dropout": 0.0}
     trainer = make_trainer(weight_decay=0.5, **one_step)

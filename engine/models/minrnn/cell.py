@@ -143,13 +143,15 @@ class Cell(nn.Module):
         """Return the cell's stages (engine/models/program.py)."""
         stages: list[Stage] = [
             Linear(self.gates),
-            dataclasses.replace(
-                self.recurrence,
-                **{"vectors" if self.weight_c is not None else "lower_bound": per_channel},
-            ),
+            self._recurrence_of(per_channel),
         ]
         if self.norm is not None:
             stages.append(GatedNorm(self.norm))
         if not isinstance(self.out, nn.Identity):
             stages.append(Linear(cast("nn.Linear | QuantLinear", self.out)))
         return stages
+
+    def _recurrence_of(self, per_channel: Tensor | None) -> Recurrence:
+        if self.operators.sees_state:
+            return dataclasses.replace(self.recurrence, vectors=per_channel)
+        return dataclasses.replace(self.recurrence, lower_bound=per_channel)
