@@ -171,7 +171,7 @@ struct GatedProduct {
   }
 };
 
-// In fp32: a lane has the eight units of a gate, for every eighth sequence.
+// In fp32: a lane has all gates of two neighbouring units, for every eighth sequence.
 template <int kGates, int kTiles>
 struct GatedProduct<float, kGates, kTiles> {
   template <class Weights>
@@ -179,10 +179,11 @@ struct GatedProduct<float, kGates, kTiles> {
                                              std::int64_t inputs, int first, int last,
                                              float* sums) {
     constexpr int kAtOnce = 8 / kTiles;  // runs of four inputs
+    constexpr int kRows = 2 * kGates;
     const int lane = static_cast<int>(threadIdx.x % 32), column = lane % 8;
-    const int gate = lane / 8 < kGates ? lane / 8 : kGates - 1;
+    const int first_unit = lane / 8 * 2;
     const float* const own = h + column * inputs;
-    float of[kTiles][kOctet] = {};
+    float of[kTiles][kRows] = {};
     uint4 next[kAtOnce][kTiles];
     const auto fetch = [&](int k) {
 #pragma unroll
@@ -209,23 +210,23 @@ struct GatedProduct<float, kGates, kTiles> {
 #pragma unroll
         for (int c = 0; c < kTiles; ++c) unpack(x[n][c], inputs_of[c], 0.0f);
 #pragma unroll
-        for (int unit = 0; unit < kOctet; ++unit) {
+        for (int row = 0; row < kRows; ++row) {
           float w[4];
-          unpack(weights.at(octet, gate, unit, k + n * 4), w, 0.0f);
+          unpack(weights.at(octet, row / 2, first_unit + row % 2, k + n * 4), w, 0.0f);
 #pragma unroll
           for (int c = 0; c < kTiles; ++c) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) of[c][unit] = fmadd(w[i], inputs_of[c][i], of[c][unit]);
+            for (int i = 0; i < 4; ++i) of[c][row] = fmadd(w[i], inputs_of[c][i], of[c][row]);
           }
         }
       }
     }
-    if (lane / 8 >= kGates) return;
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
 #pragma unroll
-      for (int unit = 0; unit < kOctet; ++unit) {
-        sums[(gate * kOctet + unit) * kSumsStride<kTiles> + c * kOctet + column] = of[c][unit];
+      for (int row = 0; row < kRows; ++row) {
+        sums[(row / 2 * kOctet + first_unit + row % 2) * kSumsStride<kTiles> + c * kOctet +
+             column] = of[c][row];
       }
     }
   }

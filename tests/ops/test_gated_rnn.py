@@ -19,7 +19,7 @@ GATES = {"gru": 3, "lstm": 4}
 LENGTHS, SLOTS = (5, 0, 17, 3, 1, 30, 2, 9, 4), (3, 1, 0, -1, 4, 9, 2, 7, 8)
 ROWS, TAIL = 11, 3
 # Of a state after some dozens of steps; what U multiplies is rounded to two bytes at each.
-TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 cells = pytest.mark.parametrize("kind", ["gru", "lstm"])
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -75,14 +75,15 @@ class Case:
     def scan(
         self, device: str, dtype: torch.dtype, states: list[Tensor], **other: Tensor
     ) -> Tensor:
-        given = {
-            "pre": self.pre.to(device, dtype),
-            "weight": self.weight.to(device, dtype),
-            "bias": None if self.bias is None else self.bias.to(device, dtype),
-            "cu_seqlens": self.cu_seqlens.to(device),
-            "slots": self.slots.to(device),
-            **other,
+        made: dict[str, Callable[[], Tensor | None]] = {
+            "pre": lambda: self.pre.to(device, dtype),
+            "weight": lambda: self.weight.to(device, dtype),
+            "bias": lambda: None if self.bias is None else self.bias.to(device, dtype),
+            "cu_seqlens": lambda: self.cu_seqlens.to(device),
+            "slots": lambda: self.slots.to(device),
         }
+        # What is given is not made: nothing may be copied to a GPU while a graph is captured.
+        given = {name: other[name] if name in other else make() for name, make in made.items()}
         slots = given.pop("slots")
         function: Any = ops.gru_scan if self.kind == "gru" else ops.lstm_scan
         return function(*given.values(), *states, slots)  # type: ignore[no-any-return]
