@@ -157,7 +157,7 @@ def _measure(args: argparse.Namespace, device: torch.device, shapes: Selection) 
         "gated_rnn": lambda: measure_gated_rnn(
             shapes.gated_scans, shapes.gated_steps, dtypes, limits
         ),
-        "sru": lambda: measure_sru(shapes.sru_scans, shapes.sru_steps, dtypes, limits),
+        "sru": lambda: measure_sru(shapes.gated_scans, shapes.gated_steps, dtypes, limits),
         "draws": lambda: measure_draws(shapes.draws, limits),
         "heads": lambda: measure_heads(shapes.heads, limits),
         "peers": lambda: measure_peers(shapes.scans, dtypes, limits),

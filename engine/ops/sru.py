@@ -153,7 +153,7 @@ def planes_of(weight: Tensor, parts: int) -> Tensor:
 
     The result [parts * channels, inputs] has the rows of u0 first, then those of u1, and so on.
     """
-    return weight.unflatten(1, (-1, parts)).permute(2, 1, 0).flatten(0, 1)
+    return weight.reshape(len(weight), -1, parts).permute(2, 1, 0).flatten(0, 1)
 
 
 def _is_composed(u: Tensor) -> bool:

@@ -42,12 +42,10 @@ SELECTIVE = [f"{scan}x{inner}" for inner in (1536, 4096, 5120) for scan in ("1x1
 SELECTIVE += ["16x1024x4096", "126x16+1x1900in4096x4096"]
 SELECTIVE += [f"{batch}x{inner}" for inner in (1536, 4096, 5120) for batch in (1, 16, 64, 256)]
 CPU_SELECTIVE = ["1x1024x1536", "4x128x1536", "1x1536", "16x1536"]
-# Of layers of GRU and LSTM.
+# Of layers of GRU, LSTM and SRU.
 GATED = ["1x512x1024", "1x4096x1024", "64x512x1024", "64x4096x1024", "1x1024", "64x1024"]
 CPU_GATED = ["1x512x1024", "64x512x1024", "1x1024", "64x1024"]
 CPU_QUICK_GATED = ["1x512x1024", "1x1024", "64x1024"]
-SRU = ["1x512x1024", "1x4096x1024", "64x512x1024", "64x4096x1024", "1x1024", "64x1024"]
-CPU_SRU = ["1x512x1024", "1x4096x1024", "64x512x1024", "1x1024", "64x1024"]
 CPU_DRAWS = ["1x32000", "64x32000", "64x66"]
 
 
@@ -116,7 +114,7 @@ class Selection:
 
     Scans are measured in both layouts, or with time contiguous only. Draws are rows x vocabulary,
     heads are rows x width. `selective_` shapes are those of Mamba's scans and steps, `gated_` those
-    of GRU's and LSTM's, `sru_` those of SRU's.
+    of GRU's, LSTM's and SRU's.
     """
 
     scans: tuple[ScanShape, ...]
@@ -128,8 +126,6 @@ class Selection:
     selective_steps: tuple[tuple[int, int], ...]
     gated_scans: tuple[ScanShape, ...]
     gated_steps: tuple[tuple[int, int], ...]
-    sru_scans: tuple[ScanShape, ...]
-    sru_steps: tuple[tuple[int, int], ...]
 
 
 def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selection:
@@ -146,13 +142,12 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         selective_labels = SELECTIVE if device.type == "cuda" else CPU_SELECTIVE
         quick_or_not = CPU_QUICK_GATED if quick else CPU_GATED
         gated_labels = GATED if device.type == "cuda" else quick_or_not
-        sru_labels = SRU if device.type == "cuda" else CPU_SRU
         head_labels = HEADS
         labels = [*scan_labels, *step_labels]
     else:
         time_labels = [label for label in labels if label in CUDA_TIME_SHAPES]
         labels = [label for label in labels if label not in CUDA_TIME_SHAPES]
-        draw_labels = head_labels = selective_labels = gated_labels = sru_labels = labels
+        draw_labels = head_labels = selective_labels = gated_labels = labels
     scans = [(label, parse_scan(label), parse_step(label)) for label in labels]
     for label, scan, step in scans:
         if scan is None and step is None:
@@ -170,6 +165,4 @@ def select(labels: list[str] | None, device: torch.device, quick: bool) -> Selec
         tuple(shape for shape in map(parse_step, selective_labels) if shape is not None),
         tuple(shape for shape in map(parse_scan, gated_labels) if shape is not None),
         tuple(shape for shape in map(parse_step, gated_labels) if shape is not None),
-        tuple(shape for shape in map(parse_scan, sru_labels) if shape is not None),
-        tuple(shape for shape in map(parse_step, sru_labels) if shape is not None),
     )
