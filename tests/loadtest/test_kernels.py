@@ -48,8 +48,8 @@ def test_every_case_gives_finite_figures_and_a_picture(
     rows = data["rows"]
     counts = {case: sum(row["case"] == case for row in rows) for case in kernels.TITLES}
     # Two types each, but for steps: 2 cells x 2 shapes; 2 layouts; those and 2 cells x 2 shapes;
-    # 3 steps; 2 scans and a step of Mamba, and of Mamba-2; in two types a scan and a step of GRU and
-    # LSTM, and of SRU 3 figures of 2 scans and 2 of a step; 5 filters; no heads, for want of
+    # 3 steps; 2 scans and a step of Mamba, and of Mamba-2; in two types a scan and a step of GRU
+    # and LSTM, and of SRU 3 figures of 2 scans and 2 of a step; 5 filters; no heads, for want of
     # kernels; ours and the peers that a CPU can run.
     assert counts == {
         "fused": 8, "linear": 4, "backward": 12, "steps": 3, "selective": 3, "ssd": 3,
