@@ -23,7 +23,7 @@ from typing import Any
 from engine.config import is_integer
 from engine.errors import CheckpointError
 
-UNKNOWN = ("<unk>", "<UNK>", "[UNK]", "<oov>", "<OOV>", "UNK")
+UNKNOWN = ("<unk>", "<UNK>", "[UNK]", "<unknown>", "<oov>", "<OOV>", "UNK", "xxunk")
 LINE_END = "<eos>"
 SPACE = "\u2581"  # in names of words, a space is this character
 MOST_ID = 2**24  # ids are below it, as a model's vocabulary is

@@ -179,7 +179,7 @@ def peer_rows(
         rows.append(_row(size, kind, "torch.compile", batch, batch / seconds, seconds))
     if prompt:
         run = torch.compile(plain_matrices(model), dynamic=False)
-        x = torch.randn(prompt, config.d_model, dtype=model.norm.weight.dtype)
+        x = torch.randn(prompt, config.d_model, dtype=model.activations)
         seconds = seconds_of(lambda: run(x), budget)
         name = f"prefill {prompt}"
         rows.append(_row(size, kind, "torch.compile", name, prompt / seconds, seconds))
@@ -204,7 +204,7 @@ def plain_step(model: LM) -> Callable[[Tensor, list[Tensor]], tuple[Tensor, list
             if layer.mlp is not None:
                 x = x + layer.mlp(x)
         head = model.embedding if model.head is None else model.head
-        return functional.linear(model.norm(x), head.weight).float(), after
+        return functional.linear(model.last_norm(x), head.weight).float(), after
 
     return step
 
@@ -222,7 +222,7 @@ def plain_matrices(model: LM) -> Callable[[Tensor], Tensor]:
             x = x + layer.cell.out(k.sigmoid() * v)
             if layer.mlp is not None:
                 x = x + layer.mlp(x)
-        normed: Tensor = model.norm(x)
+        normed = model.last_norm(x)
         return normed
 
     return run

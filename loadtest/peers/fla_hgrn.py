@@ -35,14 +35,13 @@ class FlaModel:
             tie_word_embeddings=config.tie_embeddings,
             fuse_cross_entropy=False,
         )
-        weight = model.norm.weight
         with torch.device("meta"):
             made = HGRNForCausalLM(theirs)
         # the form in which gate and up of an MLP are tensors of their own
         apart = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(config.n_layers)]
         weights = published_state_dict(model, apart, "model.embeddings.weight")
         made.load_state_dict(weights, strict=True, assign=True)
-        self._model: Any = made.to(weight.dtype).to(weight.device).eval()
+        self._model: Any = made.to(model.activations).to(model.device).eval()
 
     @torch.no_grad()
     def prompt(self, tokens: Tensor) -> Tensor:

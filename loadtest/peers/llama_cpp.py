@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.models.backends.blocks import last_norm
 from engine.models.mamba.lm import MambaLM
 
 _MOST_PROMPT = 512  # tokens of a batch
@@ -52,7 +53,7 @@ def write_gguf(model: MambaLM, path: Path) -> None:
         writer.add_tensor(name, bits.view("uint8"), raw_dtype=gguf.GGMLQuantizationType.BF16)
 
     add("token_embd.weight", model.embedding.weight, matrix=True)
-    add("output_norm.weight", model.norm.weight)
+    add("output_norm.weight", last_norm(model).weight)
     if not config.tie_embeddings:
         add("output.weight", model.state_dict()["head.weight"], matrix=True)
     for number, (layer, a) in enumerate(zip(model.layers, model.channel_parameters(), strict=True)):

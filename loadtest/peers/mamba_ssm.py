@@ -58,7 +58,6 @@ class MambaSsm:
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
         config = model.config
-        weight = model.norm.weight
         theirs = TheirConfig(
             d_model=config.d_model,
             n_layer=config.n_layers,
@@ -70,11 +69,11 @@ class MambaSsm:
             pad_vocab_size_multiple=1,
             tie_embeddings=config.tie_embeddings,
         )
-        made = MambaLMHeadModel(theirs, device=weight.device, dtype=weight.dtype)
+        made = MambaLMHeadModel(theirs, device=model.device, dtype=model.activations)
         embedding = "backbone.embedding.weight"  # in the singular, unlike that of transformers
         made.load_state_dict(published_state_dict(model, [embedding], embedding), strict=True)
         self._model: Any = made.eval()
-        self._dtype = weight.dtype
+        self._dtype = model.activations
 
     @torch.no_grad()
     def prompt(self, tokens: Tensor) -> Tensor:

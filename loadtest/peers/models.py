@@ -82,7 +82,7 @@ class MinGruPytorch:
     decodes = False
 
     def __init__(self, model: LM) -> None:
-        self._config, self._device = model.config, model.norm.weight.device
+        self._config, self._device = model.config, model.device
 
     @cached_property
     def _read(self) -> Callable[[Tensor], Tensor]:
@@ -132,7 +132,7 @@ class Mamba:
     def __init__(self, model: MambaLM | Mamba2LM) -> None:
         self._given: Any = model
         self._kind: type[MambaSsm | LlamaCpp | TransformersMamba] = TransformersMamba
-        on_gpu = model.norm.weight.device.type == "cuda"
+        on_gpu = model.device.type == "cuda"
         if isinstance(model, Mamba2LM) or (on_gpu and importlib.util.find_spec("mamba_ssm")):
             self._kind = MambaSsm
         elif not on_gpu and importlib.util.find_spec("llama_cpp"):
@@ -155,7 +155,7 @@ class Mamba:
 def package_peer(model: LanguageModel) -> PackagePeer | None:
     """Return the package that publishes models of this family, if it is a peer."""
     if isinstance(model, Mamba2LM):
-        return Mamba(model) if model.norm.weight.is_cuda else None
+        return Mamba(model) if model.device.type == "cuda" else None
     if isinstance(model, MambaLM):
         return Mamba(model)
     if isinstance(model, HgrnLM):

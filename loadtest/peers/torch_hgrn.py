@@ -24,7 +24,7 @@ class Decoder(PlainDecoder):
     def __init__(self, model: HgrnLM, batch: int, mode: Mode) -> None:
         if model.config.conv_kernel:
             raise ValueError("the peer knows HGRN without short convolutions only")
-        device, layers = model.norm.weight.device, model.config.n_layers
+        device, layers = model.device, model.config.n_layers
         self._model = model
         self._bounds = [0.0 if one is None else one for one in model.channel_parameters()]
         self._hidden = [
@@ -54,4 +54,4 @@ class Decoder(PlainDecoder):
             x = x + layer.out((normed * functional.silu(g)).to(x.dtype))
             gate, up = layer.mlp.up(layer.mlp_norm(x)).chunk(2, dim=-1)
             x = x + layer.mlp.down(functional.silu(gate) * up)
-        return functional.linear(model.norm(x), head_matrix(model)).float()
+        return functional.linear(model.last_norm(x), head_matrix(model)).float()

@@ -104,7 +104,7 @@ class Decoder(PlainDecoder):
             x = x + layer.cell.out(hidden.to(x.dtype))
             if layer.mlp is not None:
                 x = x + layer.mlp(x)
-        return _logits(model, model.norm(x))
+        return _logits(model, model.last_norm(x))
 
 
 def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tensor]:
@@ -119,7 +119,7 @@ def prompt_reader(model: LM, length: int, mode: Mode) -> Callable[[Tensor], Tens
 
     if mode != "compile" or length > PIECE:
         return read
-    return compiled(read, torch.zeros(length, dtype=torch.int64, device=model.norm.weight.device))
+    return compiled(read, torch.zeros(length, dtype=torch.int64, device=model.device))
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def read_prompt(model: LM, tokens: Tensor) -> Tensor:
             x = x + layer.cell.out(log_h.exp().to(x.dtype))
             if layer.mlp is not None:
                 x = x + layer.mlp(x)
-    return _logits(model, model.norm(x[-1:]))
+    return _logits(model, model.last_norm(x[-1:]))
 
 
 def _log_coefficients(pre: Tensor, cell: str) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class Decoder(PlainDecoder):
         config = model.config
         if config.selection_norm_eps is not None:
             raise ValueError("the peer knows Mamba without norms of dt, B and C only")
-        device, dtype = model.norm.weight.device, model.norm.weight.dtype
+        device, dtype = model.device, model.activations
         self._model = model
         self._A = model.channel_parameters()
         windows = (batch, config.inner, config.conv_kernel)
@@ -69,4 +69,4 @@ class Decoder(PlainDecoder):
             state.copy_(torch.exp(dt * a) * state + inputs)
             y = (state * c.float().unsqueeze(1)).sum(-1) + layer.D.float() * u.float()
             x = x + layer.out_proj((y * functional.silu(z.float())).to(u.dtype))
-        return functional.linear(model.norm(x), head_matrix(model)).float()
+        return functional.linear(model.last_norm(x), head_matrix(model)).float()

@@ -57,6 +57,7 @@ def inspect_model(asked: EngineConfig) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "layers": config.n_layers,
         "d_model": config.d_model,
+        "embedding_width": config.embedding_width,
         "vocab_size": config.vocab_size,
         "tied_head": config.tie_embeddings,
         "eos_token_ids": list(config.eos_token_ids),
@@ -122,7 +123,9 @@ def shown(report: dict[str, Any]) -> str:
         "family": report["family"],
         "cell": report["cell"],
         "parameters": f"{report['parameters']:,}",
-        "layers": f"{report['layers']} of width {report['d_model']}",
+        "layers": f"{report['layers']} of width {report['d_model']}"
+        + (f", on an embedding of width {report['embedding_width']}"
+           if report["embedding_width"] != report["d_model"] else ""),
         "vocabulary": f"{report['vocab_size']:,} tokens"
         + (", the head is the embedding" if report["tied_head"] else ""),
         "end of text": ", ".join(map(str, report["eos_token_ids"])) or "-",

@@ -498,7 +498,7 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace the run in --out
 ConvertedFamily = Annotated[
     str | None,
     Option(
-        help="Family of a state dict's model [the one that its tensors' names show].",
+        help="Family of a state dict's model, such as gru [the one that its tensors' names show].",
         metavar="NAME",
     ),
 ]

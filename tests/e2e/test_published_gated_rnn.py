@@ -137,7 +137,7 @@ def test_models_tells_the_family_and_its_state(server: Server, model: Published)
     names = ["hidden"] if model.kind == "gru" else ["hidden", "cell"]
     assert [one["name"] for one in card["state"]] == names
     assert card["state_bytes"] == 4 * 2 * 24 * len(names)
-    assert card["backend"]["name"] == "eager"
+    assert card["backend"]["name"] == "cpu"
 
 
 def test_grammars_hold(server: Server, model: Published) -> None:
@@ -152,14 +152,16 @@ def test_grammars_hold(server: Server, model: Published) -> None:
         assert refused.status_code == 400 and "can spell" in refused.text
 
 
-def test_int8_is_served_and_deterministic_refused(model: Published) -> None:
-    server = serve(model, "--quantize", "int8")
+def test_int8_weights_give_a_text_the_same_bits_in_any_batch(model: Published) -> None:
+    server = serve(model, "--quantize", "int8", "--deterministic")
     try:
-        tokens, _ = generated(server, prompts=[[1, 2, 3]])
-        assert len(tokens) == 8
+        prompts = [[1, 2, 3], [4], list(range(40)) * 5]
+        told = {"texts": prompts, "no_cache": True}
+        together = asked(server, "/v1/score", **told)["results"]
+        for prompt, found in zip(prompts, together, strict=True):
+            (alone,) = asked(server, "/v1/score", texts=[prompt], no_cache=True)["results"]
+            assert alone["token_logprobs"] == found["token_logprobs"]
         (card,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert card["quantization"] == "int8"
+        assert (card["quantization"], card["backend"]["name"]) == ("int8", "cpu")
     finally:
         assert server.stop() == 0
-    with pytest.raises(AssertionError, match=f"not possible for the cell '{model.kind}'"):
-        serve(model, "--deterministic")

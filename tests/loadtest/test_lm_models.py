@@ -138,7 +138,7 @@ def test_a_size_becomes_a_checkpoint_that_goes_away() -> None:
 def test_a_bundled_model_is_taken_as_it_is() -> None:
     with subject("shakespeare-minlstm", "mingru", CPU, "float32") as one:
         assert (one.size, one.config.cell) == (None, "minlstm")
-        assert one.model.norm.weight.dtype == torch.float32
+        assert one.model.activations == torch.float32
     assert one.folder.is_dir()
 
 

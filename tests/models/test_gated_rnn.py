@@ -270,6 +270,36 @@ def test_sixteen_bit_weights(kind: str, dtype: torch.dtype, device: str) -> None
     assert relative_error(model.logits(torch.cat(steps)), expected) < bound
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@kinds
+def test_a_prompt_and_a_step_can_be_captured(
+    kind: str, dtype: torch.dtype, quantization: Quantization | None
+) -> None:
+    model = build(kind, **UNTIED)[0]
+    if quantization is not None:
+        model = quantize_model(model, quantization)
+    model.to("cuda", dtype)
+    tokens, bounds = random_tokens(70).cuda(), int32([0, 30, 70], "cuda")
+    slots, state = int32([1, 2], "cuda"), model.new_state(3)
+
+    def read() -> Tensor:
+        for tensor in state.tensors():
+            tensor.zero_()
+        model.prefill(tokens, bounds, state, slots)
+        return model.logits(model.step(tokens[:2], state, slots))
+
+    expected = read()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = read()
+    graph.replay()
+    assert torch.equal(captured, expected)
+    first = prefill(model, torch.cat([tokens[:30], tokens[:1]]), model.new_state(1))[-1]
+    assert relative_error(captured[0], first) < (1e-3 if dtype == torch.float32 else 0.05)
+
+
 @kinds
 def test_every_parameter_learns(kind: str) -> None:
     model = build(kind, **UNTIED)[0].train()
@@ -312,7 +342,7 @@ def test_kernels_without_the_cell_refuse_it_by_name(kind: str) -> None:
 @kinds
 def test_on_a_cpu_it_is_packed(kind: str) -> None:
     for deterministic in (False, True):
-        model, _ = build(kind)
+        model, _ = build(kind)  # the backend takes its weights
         assert explain_backend(model, torch.device("cpu")).name == "cpu"
         backend = select_backend(model, torch.device("cpu"), deterministic=deterministic)
         assert isinstance(backend, cpu.CpuBackend)

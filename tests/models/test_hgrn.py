@@ -63,7 +63,7 @@ def random_tokens(count: int, seed: int = 1) -> Tensor:
 
 def prefill(model: LanguageModel, tokens: Tensor, state: ModelState, row: int = 0) -> Tensor:
     """Logits [tokens, vocab] of one more part of a sequence."""
-    device = str(model.norm.weight.device)
+    device = str(model.device)
     bounds, slots = int32([0, len(tokens)], device), int32([row], device)
     return model.logits(model.prefill(tokens.to(device), bounds, state, slots))
 

@@ -45,7 +45,7 @@ def of_another_cell() -> LM:
 def test_no_kernel_takes_a_cell_for_another() -> None:
     model = of_another_cell()
     assert cpu.supports(LM(CONFIG)) is None
-    of_cpu = REFUSAL.replace(" and minlstm", ", minlstm, hgrn, mamba and mamba2")
+    of_cpu = REFUSAL.replace(" and minlstm", ", minlstm, hgrn, mamba, mamba2, gru and lstm")
     assert cpu.supports(model) == of_cpu
     with pytest.raises(ValueError, match="other"):
         CpuBackend(model)

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # fp32, relative to the largest logit
 def random_tokens(model: LM, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, shape, generator=generator)
-    return tokens.to(model.norm.weight.device)
+    return tokens.to(model.device)
 
 
 def dequantized(model: LM) -> dict[str, Tensor]:

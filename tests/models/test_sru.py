@@ -298,7 +298,9 @@ def test_kernels_without_the_cell_refuse_it_by_name() -> None:
     assert told.name == "eager"
     backend = select_backend(model, torch.device("cpu"))
     assert isinstance(backend, EagerBackend)
-    with pytest.raises(ConfigError, match="deterministic is not possible for the cell 'sru'"):
+    with pytest.raises(
+        ConfigError, match=r"deterministic is not possible .*allowed: false with the cell 'sru'"
+    ):
         select_backend(model, torch.device("cpu"), deterministic=True)
 
 

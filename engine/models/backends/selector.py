@@ -233,18 +233,18 @@ def _eager(
 
     Raises ConfigError if it must be deterministic.
     """
-    cells = cpu.SUPPORT.cells
-    if deterministic and model.config.cell not in cells:
-        raise ConfigError(
-            f"deterministic is not possible for the cell {model.config.cell!r}, which no backend "
-            f"computes in a fixed order; allowed: false, or a model of {', '.join(cells)}",
-            param="deterministic",
-        )
     if deterministic:
+        cell, allowed = model.config.cell, []
+        if cell in cpu.SUPPORT.cells:
+            allowed.append("float32, bfloat16 or int8 weights on a CPU")
+        if cell in (*fused_gemm.SUPPORT.cells, *selective.SUPPORT.cells):
+            allowed.append(
+                "unquantised bfloat16 weights on a Hopper GPU with kernels built for it (90a), "
+                + _widths(model)
+            )
         raise ConfigError(
             f"deterministic is not possible for this model and device: {reason}; allowed: "
-            "float32, bfloat16 or int8 weights on a CPU, or unquantised bfloat16 weights on a "
-            f"Hopper GPU with kernels built for it (90a), {_widths(model)}",
+            f"{', or '.join(allowed) or f'false with the cell {cell!r}'}",
             param="deterministic",
         )
     return EagerBackend(model, tuning=tuning)
