@@ -313,7 +313,7 @@ constexpr std::int64_t kSruFewChains = 1 << 15;
 // Whether chunks are read side by side; both forms give the same bits.
 inline bool sru_reads_chunks(const SruArgs& args) {
   const Layout& lay = args.layout;
-  return args.carries && lay.sequences * lay.channels <= kSruFewChains &&
+  return args.carries && lay.sequences > 0 && lay.sequences * lay.channels <= kSruFewChains &&
          lay.tokens > 2 * kScanChunk * lay.sequences;
 }
 

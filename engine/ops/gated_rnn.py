@@ -29,7 +29,7 @@ from engine.ops.scan import spans
 _IN_LIBRARY = hasattr(torch.ops.minserve, "gru_scan")
 _DECODES = hasattr(torch.ops.minserve, "gated_decode")
 _MOST_DECODE_ROWS = 8  # kDecodeRows in csrc/gated_rnn/args.h
-_MOST_DECODE_WIDTHS = 4096  # of x and h together: what fits the shared memory of every GPU
+_MOST_DECODE_WIDTHS = 4096  # of x and h: fits the shared memory of GPUs from 8.0 on
 
 
 def gru_scan(

@@ -47,6 +47,7 @@ class _Layer:
         self.cell, self.units = cell, units
         kind: Any = nn.GRU if cell == "gru" else nn.LSTM
         self.module = kind(units, units, batch_first=True).to(device, dtype)
+        self.module.flatten_parameters()  # else cuDNN copies the weights at every call
         self.slots = torch.arange(sequences, device=device, dtype=torch.int32)
         self.states = [torch.zeros(sequences, units, device=device) for _ in range(CELLS[cell] - 2)]
 

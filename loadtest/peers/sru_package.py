@@ -41,7 +41,9 @@ def sru_layer(width: int, dtype: torch.dtype, device: torch.device) -> Layer:
 
 def lstm_layer(width: int, dtype: torch.dtype, device: torch.device) -> Layer:
     """Return a layer [time, batch, width] -> (h, states) of torch.nn.LSTM."""
-    return nn.LSTM(width, width).eval().to(device, dtype)
+    layer = nn.LSTM(width, width).eval().to(device, dtype)
+    layer.flatten_parameters()  # else cuDNN copies the weights at every call
+    return layer
 
 
 PEERS: dict[str, Callable[[int, torch.dtype, torch.device], Layer]] = {

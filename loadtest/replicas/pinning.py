@@ -30,14 +30,14 @@ def shared() -> Cores:
 
 
 def apart() -> Cores:
-    """Return half of the cores for servers, an eighth for proxies, and the rest for clients.
+    """Return half of the cores for servers, an eighth for proxies (two at least), others for clients.
 
     Raises RuntimeError with fewer than LEAST cores.
     """
     every = sorted(os.sched_getaffinity(0))
     if len(every) < LEAST:
         raise RuntimeError(f"--pin needs {LEAST} cores or more, and there are {len(every)}")
-    half, eighth = len(every) // 2, len(every) // 8
+    half, eighth = len(every) // 2, max(2, len(every) // 8)
     return Cores(every[:half], every[half : half + eighth], every[half + eighth :])
 
 

@@ -92,6 +92,17 @@ def test_ragged_batches(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@gates
+def test_without_sequences_there_is_nothing_to_do(device: str, seen: bool) -> None:
+    held = exact(ROWS, CHANNELS, seed=20).float().to(device)
+    before = held.clone()
+    args = served(case(300, seen=seen), device, torch.bfloat16)
+    got = ops.sru_scan(*args, int32(0, device=device), held, int32(device=device))
+    assert not got.any()
+    same_bits(held, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @forms
 @gates
 def test_a_step_is_a_scan_of_one_token(device: str, highway: str, seen: bool) -> None:
