@@ -30,7 +30,7 @@ def shared() -> Cores:
 
 
 def apart() -> Cores:
-    """Return half of the cores for servers, an eighth for proxies (two at least), others for clients.
+    """Return half of the cores for servers, an eighth (at least two) for proxies, rest for clients.
 
     Raises RuntimeError with fewer than LEAST cores.
     """
