@@ -4,7 +4,8 @@ Behind any prefix there are these tensors, and no others:
 
 - embedding: `.weight` [vocabulary, width] of a module whose name is one of EMBEDDINGS;
 - layers: `{weight,bias}_{ih,hh}_l{k}` of one module (`rnn.weight_ih_l0`), of several modules of one
-  layer each (`rnns.0.weight_ih_l0`), or of cells (`cells.0.weight_ih`); biases may be absent;
+  layer each (`rnns.0.weight_ih_l0`), or of cells (`cells.0.weight_ih`); biases may be absent, all
+  of them;
 - head: `.weight` [vocabulary, hidden] of a module whose name is one of HEADS, with or without a
   `.bias`; absent, or with the embedding's values, if it is tied.
 
@@ -49,6 +50,7 @@ _RECURRENT = re.compile(  # longer numbers are no index of a layer
     r"(?P<at>(?:.*\.)?)(?P<kind>(?:weight|bias)_(?:ih|hh|hr))(?:_l(?P<layer>\d{1,9}))?"
     r"(?P<reverse>_reverse)?(?P<raw>_raw)?"
 )
+_INDEX = re.compile(r"(?<![^.])\d+(?=\.)")  # of a module in a list: a whole part of its path
 _DROPPED_EMBEDDING = "encoder_dp.emb.weight"  # fastai's second name of the embedding
 
 
@@ -174,17 +176,22 @@ class _Source(StateDictSource):
             cells.setdefault((module, layer), {})[kind] = name
         if not cells:
             raise self.error("there are no recurrent layers (tensors like 'rnn.weight_hh_l0')")
-        modules = {re.sub(r"\d+", "#", at) for at, _ in cells}
+        modules = {_INDEX.sub("#", at) for at, _ in cells}
         if len(modules) > 1:
             raise self.error(
                 "there are recurrent layers in several modules"
                 f" ({', '.join(sorted({at for at, _ in cells}))})"
             )
         order = sorted(cells, key=_order)
+        needed = ["weight_ih", "weight_hh"]
+        if any(kind.startswith("bias") for cell in cells.values() for kind in cell):
+            needed += ["bias_ih", "bias_hh"]  # torch writes both of every layer, or none
         for at, layer in order:
-            for kind in ("weight_ih", "weight_hh"):
-                if kind not in cells[at, layer]:
-                    raise self.error(f"tensor '{at}{kind}_l{layer}' is missing")
+            cell = cells[at, layer]
+            for kind in needed:
+                if kind not in cell:
+                    beside = cell.get("weight_ih") or next(iter(cell.values()))
+                    raise self.error(f"tensor {_named_as(beside, kind)!r} is missing")
             if layer and (at, layer - 1) not in cells:
                 missing = f"{at}weight_ih_l{layer - 1}"
                 raise self.error(f"tensor {missing!r} is missing")
@@ -227,6 +234,13 @@ class _Source(StateDictSource):
 def _order(place: tuple[str, int]) -> tuple[list[int], int]:
     """Return by what layers are sorted: the numbers in a module's name, then the layer in it."""
     return [int(number) for number in re.findall(r"\d+", place[0])], place[1]
+
+
+def _named_as(name: str, kind: str) -> str:
+    """Return the name that a tensor of another kind has beside the recurrent tensor `name`."""
+    at, _, last = name.removesuffix("_raw").rpartition(".")
+    _, suffix, layer = last.partition("_l")
+    return f"{at}.{kind}{suffix}{layer}".removeprefix(".")
 
 
 def _is_copy(name: str) -> bool:

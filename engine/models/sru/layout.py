@@ -87,16 +87,8 @@ def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Sr
     _check_projections(layers, inner, widths, hidden)
     after = _normalize_after(source, layers, widths, hidden, options)
     weight_c = any(bool(stored[layer["weight_c"]].any()) for layer in layers)
-    scales = {
-        float(stored[layer["scale_x"]].float().reshape(-1)[0])
-        for layer, count in zip(layers, parts, strict=True)
-        if skip and count == 3 and "scale_x" in layer and stored[layer["scale_x"]].numel() == 1
-    }
-    if len(scales) > 1:
-        raise CheckpointError(
-            f"the layers' scale_x differ ({', '.join(map(str, sorted(scales)))}); one value for all"
-            f" is supported; {SUPPORTED}"
-        )
+    scaled = [layer for layer, count in zip(layers, parts, strict=True) if skip and count == 3]
+    scale = _scale(source, scaled)
     for index, layer in enumerate(layers):
         ours, inputs = f"layers.{index}", widths[index]
         if inner[index]:
@@ -139,7 +131,7 @@ def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Sr
         projection=max(inner),
         weight_c=weight_c,
         skip_term=skip,
-        scale_x=scales.pop() if scales else 1.0,
+        scale_x=scale,
         tanh=bool(options.get("tanh", False)),
         layer_norm=after is not None,
         normalize_after=bool(after),
@@ -237,6 +229,23 @@ def _normalize_after(
             param="normalize_after",
         )
     return shown
+
+
+def _scale(source: _Source, layers: list[_Names]) -> float:
+    """Return the scale_x of layers whose highway is their input; 1.0 if none of them has one."""
+    names = [layer["scale_x"] for layer in layers if "scale_x" in layer]
+    if names and len(names) < len(layers):
+        lacks = next(layer for layer in layers if "scale_x" not in layer)
+        name = lacks["weight"].removesuffix("weight") + "scale_x"
+        raise source.error(f"tensor {name!r} is missing, which other layers have")
+    # One of another shape is refused when it is taken.
+    values = {float(source.left[name]) for name in names if source.shape(name) == (1,)}
+    if len(values) > 1:
+        raise source.error(
+            f"the layers' scale_x differ ({', '.join(map(str, sorted(values)))}); one value for all"
+            " is supported"
+        )
+    return values.pop() if values else 1.0
 
 
 class _Source(StateDictSource):
