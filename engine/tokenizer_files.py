@@ -52,14 +52,14 @@ def read_tokenizer_file(path: Path) -> TokenizerText:
     if path.suffix == ".model":
         return TokenizerText(path, json.dumps(tokenizer_json(path)))
     text = _read(path)
-    if is_tokenizer_json(text):
+    if is_tokenizer_json(text, path):
         return TokenizerText(path, text)
     return TokenizerText(path, json.dumps(vocabulary_json(text, path)))
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:
