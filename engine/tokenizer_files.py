@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import CheckpointError
 from engine.model_files import has_file, unreadable
 from engine.sentencepiece_model import tokenizer_json
 from engine.vocabulary_files import is_tokenizer_json, vocabulary_json
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
@@ -52,14 +55,34 @@ def read_tokenizer_file(path: Path) -> TokenizerText:
     if path.suffix == ".model":
         return TokenizerText(path, json.dumps(tokenizer_json(path)))
     text = _read(path)
-    if is_tokenizer_json(text):
+    if is_tokenizer_json(text, path):
         return TokenizerText(path, text)
     return TokenizerText(path, json.dumps(vocabulary_json(text, path)))
 
 
+def load_library(read: TokenizerText, vocab_size: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer as the `tokenizers` library reads it.
+
+    Raises CheckpointError if it is broken, or has token ids beyond the model's `vocab_size`.
+    """
+    import tokenizers
+
+    try:
+        library = tokenizers.Tokenizer.from_str(read.text)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{read.path}: not a tokenizer: {error}") from error
+    largest = max(library.get_vocab().values(), default=0)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{read.path}: has token id {largest}, but the model's vocabulary ends at"
+            f" {vocab_size - 1}"
+        )
+    return library
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except OSError as error:
         raise unreadable(path, error) from error
     except UnicodeDecodeError as error:

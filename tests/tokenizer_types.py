@@ -255,6 +255,12 @@ def words() -> Tokenizer:
     return _of_vocabulary([*seen, "日本", "日本語", "<unk>", "<eos>"])
 
 
+def words_and_lines() -> Tokenizer:
+    """A list of words and a line break."""
+    seen = dict.fromkeys(" ".join(TEXT).split())
+    return _of_vocabulary([*seen, "日本", "\n", "<unk>"])
+
+
 def characters() -> Tokenizer:
     """A list of characters with a token for all others."""
     return _of_vocabulary([*sorted(set("".join(TEXT))), "<unk>"])
@@ -265,7 +271,7 @@ TYPES: dict[str, Callable[[], Tokenizer]] = {
     for make in (
         byte_level, byte_level_prefix_space, with_bos, with_bos_and_end, with_added_tokens,
         without_end, byte_level_in_parts, sentencepiece, sentencepiece_as_it_is, metaspace_first,
-        metaspace_always, unigram, unigram_words, wordpiece, words, characters,
+        metaspace_always, unigram, unigram_words, wordpiece, words, words_and_lines, characters,
     )
 }  # fmt: skip
 # The special token that ends a text, and the chat template.

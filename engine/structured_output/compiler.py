@@ -76,6 +76,7 @@ def load_tokens(folder: Path, vocab_size: int) -> TextTokens:
         layout = mid_sentence(layout) or layout
         layout["normalizer"] = _verbatim(layout.get("normalizer"))
         end = _add_end(layout)
+        _name_by_texts(layout)
         layout["decoder"] = _spelled_out(layout["decoder"])
         library = LLTokenizer(json.dumps(layout), n_vocab=max(vocab_size, end + 1), eos_token=end)
     except (ValueError, LookupError, TypeError) as error:
@@ -131,6 +132,29 @@ def _verbatim(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
         return {**normalizer, "normalizers": kept} if kept else None
     of_spaces = normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
     return normalizer if of_spaces else None
+
+
+def _name_by_texts(layout: dict[str, Any]) -> None:
+    """Apply the replacements after a Metaspace decoder to the names of tokens, in place.
+
+    The library does not support them; a word for line breaks (engine/vocabulary_files.py) has one.
+    """
+    vocab = layout["model"]["vocab"]
+    match layout["decoder"]:
+        case {"type": "Sequence", "decoders": [{"type": "Metaspace"} as first, *others]}:
+            pairs = [_replaced(one) for one in others]
+            if isinstance(vocab, dict) and all(pairs):
+                for old, new in filter(None, pairs):
+                    vocab = {name.replace(old, new): id for name, id in vocab.items()}
+                layout["model"]["vocab"], layout["decoder"] = vocab, first
+
+
+def _replaced(decoder: dict[str, Any]) -> tuple[str, str] | None:
+    """Return what a decoder replaces by what; None if it does anything else."""
+    match decoder:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return old, new
+    return None
 
 
 def _spelled_out(decoder: dict[str, Any] | None) -> dict[str, Any] | None:

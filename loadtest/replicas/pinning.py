@@ -16,7 +16,7 @@ PROXIES = ("haproxy", "ray::ProxyActor", "ray::HAProxyManager", "vllm-router")
 
 @dataclass(frozen=True)
 class Cores:
-    """Which cores each part of a measurement may use."""
+    """The cores that each part of a measurement may use."""
 
     servers: Collection[int]
     proxies: Collection[int]

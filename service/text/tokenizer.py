@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.tokenizer_files import TokenizerText, read_tokenizer
+from engine.tokenizer_files import TokenizerText, load_library, read_tokenizer
 from engine.tokenizer_layout import hide_special_names, mid_sentence
 from service.text.cuts import places
 from service.text.detokenizer import (
@@ -94,18 +94,11 @@ class Tokenizer:
     @classmethod
     def of(cls, read: TokenizerText, vocab_size: int) -> Tokenizer:
         """Return a tokenizer as read from a folder. Raises CheckpointError as `load` does."""
-        path, text = read
+        library = load_library(read, vocab_size)
         try:
-            tokenizer = cls(tokenizers.Tokenizer.from_str(text))
+            return cls(library)
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
-        largest = max(tokenizer._library.get_vocab().values(), default=0)
-        if largest >= vocab_size:
-            raise CheckpointError(
-                f"{path}: has token id {largest}, but the model's vocabulary ends at "
-                f"{vocab_size - 1}"
-            )
-        return tokenizer
+            raise CheckpointError(f"{read.path}: not a tokenizer: {error}") from error
 
     @property
     def begin_ids(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError
-from engine.tokenizer_files import read_tokenizer_file
+from engine.tokenizer_files import read_tokenizer, read_tokenizer_file
 
 WORDS = ["the", "cat", "<unk>", "<eos>", "sat", "it's", "日本"]
 
@@ -64,6 +64,47 @@ def test_a_list_of_characters_cuts_a_text_into_them(tmp_path: Path) -> None:
     assert ids(lines, "ab c") == [0, 1, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["UNK", "PAD", "BOS", "EOS", "SOS"], ["xxunk", "xxpad", "xxbos"], ["[UNK]", "pad", "sos"]],
+)
+def test_plain_names_of_special_tokens_are_no_words(names: list[str], tmp_path: Path) -> None:
+    library = library_of("\n".join([*names, *"abc"]), tmp_path / "characters.txt")
+    size = len(names)
+    assert ids(library, "cab z") == [size + 2, size, size + 1, 0, 0]
+    assert library.decode([size, size + 1]) == "ab"
+
+
+@pytest.mark.parametrize("blank", [" ", "\n"])
+def test_a_space_or_line_break_shows_characters(blank: str, tmp_path: Path) -> None:
+    library = library_of(json.dumps(["a", blank, "b", "START", "END"]), tmp_path / "file")
+    assert ids(library, f"a{blank}b") == [0, 1, 2]
+
+
+def test_a_line_break_among_words(tmp_path: Path) -> None:
+    """Its token is that of a line break in a text, whatever it is that a line's end is else."""
+    tokens = ["the", "cat", "\n", "<eos>", "<unk>"]
+    library = library_of(json.dumps(tokens), tmp_path / "words.json")
+    assert ids(library, "the cat\n\ncat the\r\n") == [0, 1, 2, 2, 1, 0, 2]
+    assert library.decode([0, 2, 1, 3]) == "the \n cat <eos>"
+    assert ids(library, library.decode([0, 2, 2, 1])) == [0, 2, 2, 1]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path: Path) -> None:
+    for text in ("the\ncat\n", '["the", "cat"]'):
+        assert ids(library_of("\ufeff" + text, tmp_path / "file"), "the cat") == [0, 1]
+    layout = (read_tokenizer_file(tmp_path / "file")).text
+    (tmp_path / "tokenizer.json").write_text("\ufeff" + layout, encoding="utf-8")
+    assert read_tokenizer_file(tmp_path / "tokenizer.json").text == layout
+    read = read_tokenizer(tmp_path)
+    assert read is not None and read.text == layout
+
+
+def test_a_bracketed_name_begins_a_list_of_words(tmp_path: Path) -> None:
+    library = library_of("[UNK]\n[PAD]\nthe\ncat\n", tmp_path / "words.txt")
+    assert ids(library, "the dog") == [2, 0]
+
+
 def test_without_a_token_for_the_unknown_a_text_of_others_has_none(tmp_path: Path) -> None:
     library = library_of("the\ncat\n", tmp_path / "words.txt")
     with pytest.raises(Exception, match="Missing"):
@@ -100,6 +141,20 @@ def test_a_tokenizer_json_is_as_it_was(tmp_path: Path) -> None:
         ('{"a": "b"}', "not a vocabulary; allowed"),
         ('{"0": "a", "00": "bb"}', "id 0 is that of"),
         ('{"a": [1]}', "not a vocabulary; allowed"),
+        ('{"version": "1.0", "model": {"type": "BP', "begins with '{' as JSON does, but cannot be"),
+        ('{"the": 0, "cat": 1,}', "cannot be read: "),
+        ("{\nthe\n", "begins with '{' as JSON does"),
+        ('["the", "cat"', "begins with '[' as JSON does, but cannot be read: Expecting ','"),
+        ('[\n  "the",\n  "cat"\n', "begins with '[' as JSON does"),
+        ("[the\ncat\n", "begins with '[' as JSON does"),
+        ("[" * 100_000, "cannot be read: it is nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "cannot be read: a number has too many digits"),
+        ('{"a": ' + "9" * 4000 + "}", f"'a' has id {'9' * 40}; allowed: 0 to"),
+        ('{"' + "9" * 5000 + '": "a"}', "'a' has an id of 5000 digits; allowed: 0 to"),
+        ('{"' + "9" * 20 + '": "a"}', f"'a' has id {'9' * 20}; allowed: 0 to"),
+        ('["the", "a cat", "dog"]', "the word 'a cat' has white space in it, at which"),
+        ('["the", "cat", "dog", " "]', "the word ' ' has white space in it"),
+        ('["the", "cat", "\\n\\n", "\\n"]', r"the word '\n\n' has white space in it"),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from minGRU_pytorch.minLM import minLM
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
@@ -28,6 +29,12 @@ def weights() -> Weights:
         num_tokens=11, dim=8, depth=2, use_lstm=True, enable_conv=True
     ).state_dict()
     return state
+
+
+def tokenizer_of(size: int) -> str:
+    words = {f"w{id}": id for id in range(size)}
+    text: str = Tokenizer(models.WordLevel(words, unk_token="w0")).to_str()
+    return text
 
 
 def loaded(folder: Path) -> Weights:
@@ -245,9 +252,10 @@ def test_a_tokenizer_beside_the_weights_comes_along(tmp_path: Path) -> None:
     torch.save(weights(), tmp_path / "w.pt")
     convert(tmp_path / "w.pt", tmp_path / "without")
     assert not (tmp_path / "without" / "tokenizer.json").exists()
-    (tmp_path / "tokenizer.json").write_text("{}")
+    text = tokenizer_of(11)
+    (tmp_path / "tokenizer.json").write_text(text)
     convert(tmp_path / "w.pt", tmp_path / "with")
-    assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "with" / "tokenizer.json").read_text() == text
     assert not (tmp_path / "with" / "chat_template.jinja").exists()
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     names += ("special_tokens_map.json", "starts.json")
@@ -256,6 +264,28 @@ def test_a_tokenizer_beside_the_weights_comes_along(tmp_path: Path) -> None:
     convert(tmp_path / "w.pt", tmp_path / "chat")
     for name in names:
         assert (tmp_path / "chat" / name).read_text() == name
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Whether it is given, or beside the weights, or in a folder."""
+    torch.save(weights(), tmp_path / "w.pt")
+    given, beside = tmp_path / "given.json", tmp_path / "tokenizer.json"
+    message = "has token id 11, but the model's vocabulary ends at 10"
+    given.write_text(tokenizer_of(12))
+    with pytest.raises(CheckpointError, match=rf"given\.json: {message}"):
+        convert(tmp_path / "w.pt", tmp_path / "out", tokenizer=given)
+    convert(tmp_path / "w.pt", tmp_path / "folder")
+    for path in (beside, tmp_path / "folder" / "tokenizer.json"):
+        path.write_text(tokenizer_of(12))
+    for source in ("w.pt", "folder"):
+        with pytest.raises(CheckpointError, match=rf"tokenizer\.json: {message}"):
+            convert(tmp_path / source, tmp_path / "out")
+    beside.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer: "):
+        convert(tmp_path / "w.pt", tmp_path / "out")
+    given.write_text(tokenizer_of(11))
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / "w.pt", tmp_path / "out", tokenizer=given)
 
 
 def test_a_checkpoint_folder_is_saved_anew(tmp_path: Path) -> None:
@@ -287,7 +317,7 @@ def test_an_existing_destination_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(weights(), tmp_path / "w.pt")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "starts.json").write_text("[]")
 
     def full(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -295,4 +325,4 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(CheckpointError, match="out: cannot be written: No space left"):
         convert(tmp_path / "w.pt", tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"w.pt", "tokenizer.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"w.pt", "starts.json"}

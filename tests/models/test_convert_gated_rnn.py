@@ -217,6 +217,8 @@ def _with(name: str, *shape: int) -> Callable[[Weights], None]:
         (_with("rnn.weight_ih_l1", 72, 23), r"ih_l1' has shape \[72, 23\].*require \[72, 24\]"),
         (_with("rnn.bias_ih_l1", 71), r"bias_ih_l1' has shape \[71\].*require \[72\]"),
         (_without("rnn.weight_ih_l1"), r"'rnn.weight_ih_l1' is missing"),
+        (_without("rnn.bias_hh_l1"), r"tensor 'rnn.bias_hh_l1' is missing; supported"),
+        (_without("rnn.bias_ih_l0", "rnn.bias_hh_l0"), r"tensor 'rnn.bias_ih_l0' is missing"),
         (_without("rnn.weight_hh_l0"), r"'rnn.weight_hh_l0' is missing"),
         (_with("rnn.weight_hh_l3", 72, 24), r"'rnn.weight_ih_l3' is missing"),
         (_without("encoder.weight"), "one tensor of the embedding.*there are none"),
@@ -239,6 +241,36 @@ def test_other_models_are_refused_by_name(
     with pytest.raises(CheckpointError, match=message):
         convert(tmp_path / "w.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("a module a layer", "rnns.1.bias_hh_l0"),
+        ("cells", "cells.2.bias_ih"),
+        ("cells", "cells.1.weight_hh"),
+        ("dropped weights", "rnns.1.module.bias_ih_l0"),
+    ],
+)
+def test_a_missing_tensor_has_its_name(kind: str, layout: str, name: str, tmp_path: Path) -> None:
+    weights = LAYOUTS[layout](weights_of(kind, layers=3))
+    del weights[name]
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=f"tensor '{re.escape(name)}' is missing"):
+        convert(tmp_path / "w.pt", tmp_path / "out")
+
+
+@kinds
+def test_numbered_names_are_no_list_of_layers(kind: str, tmp_path: Path) -> None:
+    """What a script does between `gru1` and `gru2` does not show."""
+    weights = {
+        re.sub(r"^rnn\.(\w+)_l(\d)$", r"net.gru\2.\1_l0", name): tensor
+        for name, tensor in weights_of(kind).items()
+    }
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"several modules \(net\.gru0\., net\.gru1\.\); su"):
+        convert(tmp_path / "w.pt", tmp_path / "out")
 
 
 def test_a_missing_layer_is_named(tmp_path: Path) -> None:

@@ -179,6 +179,20 @@ def test_one_scale_for_all_layers(tmp_path: Path) -> None:
         convert(tmp_path / "w.pt", tmp_path / "out")
 
 
+def test_a_scale_that_some_layers_lack(tmp_path: Path) -> None:
+    """It is needed where a layer's input is its highway, and no other layer's is taken for it."""
+    weights = weights_of()
+    del weights[f"{LAYER}.scale_x"]
+    torch.save(weights, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"'rnn.rnn_lst.1.scale_x' is missing, which other"):
+        convert(tmp_path / "w.pt", tmp_path / "out")
+    convert(tmp_path / "w.pt", tmp_path / "none", skip_term=False)
+    wide = weights_of(embedding=10)
+    del wide["rnn.rnn_lst.0.scale_x"]  # its highway is a part of the product
+    torch.save(wide, tmp_path / "wide.pt")
+    convert(tmp_path / "wide.pt", tmp_path / "wide")
+
+
 def test_an_embedding_of_another_width_is_no_head(tmp_path: Path) -> None:
     weights = weights_of(embedding=10)
     del weights["output_layer.weight"], weights["output_layer.bias"]

@@ -16,8 +16,14 @@ from tests.ops.test_contract import STATE_AT, arguments, call, copied
 
 def _with(name: str, device: str, index: int, value: Any) -> tuple[Any, ...]:
     args = list(copied(arguments(name, device)))
-    args[index] = value.to(device) if isinstance(value, Tensor) else value
+    args[index] = _moved(value, device) if isinstance(value, Tensor) else value
     return tuple(args)
+
+
+def _moved(value: Tensor, device: str) -> Tensor:
+    """Return a tensor on a device with its strides, which `to` would not keep if it has gaps."""
+    moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return moved.copy_(value)
 
 
 # operator, index of the argument, bad value, what the message must say
@@ -183,6 +189,12 @@ def test_bad_tensors(device: str, name: str, index: int, value: Tensor, message:
 @pytest.mark.parametrize(("name", "index", "value", "message"), BAD_VALUES)
 def test_bad_index_values(name: str, index: int, value: Tensor, message: str) -> None:
     _refused(name, _with(name, "cpu", index, value), message)
+
+
+def test_strides_are_kept_on_every_device() -> None:
+    gaps = torch.ones(4, 5, 17)[..., :16]
+    assert gaps.to("cpu", copy=True).stride() != gaps.stride()
+    assert _moved(gaps, "cpu").stride() == gaps.stride()
 
 
 def test_the_message_says_what_was_given() -> None:

@@ -32,7 +32,13 @@ from engine.models.loader import (
 )
 from engine.models.quantize import NotFiniteError
 from engine.models.state_dicts import read_state_dict
-from engine.tokenizer_files import TOKENIZER, TokenizerText, read_tokenizer, read_tokenizer_file
+from engine.tokenizer_files import (
+    TOKENIZER,
+    TokenizerText,
+    load_library,
+    read_tokenizer,
+    read_tokenizer_file,
+)
 
 __all__ = ["convert"]
 
@@ -71,8 +77,8 @@ def convert(
             were not normalised. None: as the layout says.
 
     Raises:
-        CheckpointError: the source is missing, damaged or of unknown layout, or the destination is
-            not empty.
+        CheckpointError: the source is missing, damaged or of unknown layout, the tokenizer is
+            broken or has ids beyond the model's vocabulary, or the destination is not empty.
         ConfigError: an argument that the model cannot have, or weights that are already quantised
             in another way. In both cases nothing is written.
     """
@@ -82,6 +88,9 @@ def convert(
     given = None if tokenizer is None else read_tokenizer_file(tokenizer)
     model, config = _read(source, family, options, dtype, quantize)
     folder = source if has_folder(source) else source.parent
+    text = read_tokenizer(folder) if given is None else given
+    if text is not None:
+        load_library(text, config.vocab_size)  # its ids are the model's
     if folder != source and eos_token_id is None:
         config = with_generation_config(config, folder)
     fields: dict[str, Any] = {
@@ -97,7 +106,7 @@ def convert(
             model, config = quantize_model(model, quantize), target
         except NotFiniteError as error:
             raise CheckpointError(f"{source}: cannot be quantised: {error}") from error
-    _write(destination, model, config, folder, given)
+    _write(destination, model, config, folder, text)
     return config
 
 
@@ -151,7 +160,7 @@ def _write(
     model: LanguageModel,
     config: ModelConfig,
     source: Path,
-    given: TokenizerText | None,
+    tokenizer: TokenizerText | None,
 ) -> None:
     partial = destination.parent / f".{destination.name}.{os.getpid()}.partial"
     try:
@@ -160,12 +169,8 @@ def _write(
         for name in (*CHAT, STARTS):
             if has_file(source / name):
                 shutil.copyfile(source / name, partial / name)
-        if given is not None:
-            (partial / TOKENIZER).write_text(given.text, encoding="utf-8")
-        elif has_file(source / TOKENIZER):
-            shutil.copyfile(source / TOKENIZER, partial / TOKENIZER)
-        elif (read := read_tokenizer(source)) is not None:
-            (partial / TOKENIZER).write_text(read.text, encoding="utf-8")
+        if tokenizer is not None:
+            (partial / TOKENIZER).write_text(tokenizer.text, encoding="utf-8")
         partial.rename(destination)
     except OSError as error:
         raise CheckpointError(f"{destination}: cannot be written: {error.strerror}") from error

@@ -4,7 +4,8 @@ Behind any prefix there are these tensors, and no others:
 
 - embedding: `.weight` [vocabulary, width] of a module whose name is one of EMBEDDINGS;
 - layers: `{weight,bias}_{ih,hh}_l{k}` of one module (`rnn.weight_ih_l0`), of several modules of one
-  layer each (`rnns.0.weight_ih_l0`), or of cells (`cells.0.weight_ih`); biases may be absent;
+  layer each (`rnns.0.weight_ih_l0`), or of cells (`cells.0.weight_ih`); biases may be absent, all
+  of them;
 - head: `.weight` [vocabulary, hidden] of a module whose name is one of HEADS, with or without a
   `.bias`; absent, or with the embedding's values, if it is tied.
 
@@ -19,7 +20,7 @@ of 0, for which h and c stay exactly 0, and no matrix reads them but by columns 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -29,6 +30,7 @@ from torch.nn import functional
 from engine.errors import CheckpointError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.gated_rnn.config import GatedRnnConfig, GruConfig, LstmConfig
+from engine.models.state_dict_source import StateDictSource
 from engine.models.state_dicts import HELD_AS
 
 EMBEDDINGS = (
@@ -48,6 +50,7 @@ _RECURRENT = re.compile(  # longer numbers are no index of a layer
     r"(?P<at>(?:.*\.)?)(?P<kind>(?:weight|bias)_(?:ih|hh|hr))(?:_l(?P<layer>\d{1,9}))?"
     r"(?P<reverse>_reverse)?(?P<raw>_raw)?"
 )
+_INDEX = re.compile(r"(?<![^.])\d+(?=\.)")  # of a module in a list: a whole part of its path
 _DROPPED_EMBEDDING = "encoder_dp.emb.weight"  # fastai's second name of the embedding
 
 
@@ -78,7 +81,7 @@ def layout(
     """
     source = _Source(stored)
     cells = source.take_cells(config_class)
-    embedding = source.take(source.module(EMBEDDINGS, "embedding") + ".weight", None, None)
+    embedding = source.take_embedding()
     vocabulary, width = embedding.shape
     widths = [stored[cell["weight_hh"]].shape[1] for cell in cells]
     hidden = max(widths)
@@ -146,62 +149,52 @@ def _padded(tensor: Tensor, gates: int, shape: tuple[int, ...]) -> Tensor:
 _Cell = dict[str, str]  # the names of a recurrent layer's tensors, by kind (`weight_ih`, ...)
 
 
-class _Source:
-    """A state dict from which tensors are taken; tensors left at the end are unknown."""
+class _Source(StateDictSource):
+    """A state dict with recurrent layers."""
 
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
-        self._left = dict(stored)
-
-    def take(self, name: str, *shape: int | None) -> StoredTensor:
-        """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
-        if name not in self._left:
-            raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
-        tensor = self._left.pop(name)
-        if tensor.dtype not in HELD_AS:
-            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
-        size = tuple(tensor.shape)
-        if len(size) != len(shape) or any(
-            want not in (None, one) for want, one in zip(shape, size, strict=True)
-        ):
-            wanted = ", ".join("*" if one is None else str(one) for one in shape)
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(size)}, but the other tensors require [{wanted}];"
-                f" {SUPPORTED}"
-            )
-        return StoredTensor(name, size)
+        super().__init__(
+            {name: tensor for name, tensor in stored.items() if not _is_copy(name)},
+            embeddings=EMBEDDINGS,
+            heads=HEADS,
+            supported=SUPPORTED,
+        )
 
     def take_cells(self, config_class: type[GatedRnnConfig]) -> list[_Cell]:
         """Return the recurrent layers, in order."""
         found = {
-            name: match for name in self._left if (match := _RECURRENT.fullmatch(name)) is not None
+            name: match for name in self.left if (match := _RECURRENT.fullmatch(name)) is not None
         }
         self._check_gates(found, config_class)
         dropped = {_place(match): name for name, match in found.items() if match["raw"] is not None}
         cells: dict[tuple[str, int], _Cell] = {}
         for name, match in found.items():
             if match["raw"] is None and _place(match) in dropped:
-                del self._left[name]
+                del self.left[name]
                 continue
             module, layer, kind = _place(match)
             cells.setdefault((module, layer), {})[kind] = name
         if not cells:
-            raise CheckpointError(
-                f"there are no recurrent layers (tensors like 'rnn.weight_hh_l0'); {SUPPORTED}"
-            )
-        modules = {re.sub(r"\d+", "#", at) for at, _ in cells}
+            raise self.error("there are no recurrent layers (tensors like 'rnn.weight_hh_l0')")
+        modules = {_INDEX.sub("#", at) for at, _ in cells}
         if len(modules) > 1:
-            raise CheckpointError(
+            raise self.error(
                 "there are recurrent layers in several modules"
-                f" ({', '.join(sorted({at for at, _ in cells}))}); {SUPPORTED}"
+                f" ({', '.join(sorted({at for at, _ in cells}))})"
             )
         order = sorted(cells, key=_order)
+        needed = ["weight_ih", "weight_hh"]
+        if any(kind.startswith("bias") for cell in cells.values() for kind in cell):
+            needed += ["bias_ih", "bias_hh"]  # torch writes both of every layer, or none
         for at, layer in order:
-            for kind in ("weight_ih", "weight_hh"):
-                if kind not in cells[at, layer]:
-                    raise CheckpointError(f"tensor '{at}{kind}_l{layer}' is missing; {SUPPORTED}")
+            cell = cells[at, layer]
+            for kind in needed:
+                if kind not in cell:
+                    beside = cell.get("weight_ih") or next(iter(cell.values()))
+                    raise self.error(f"tensor {_named_as(beside, kind)!r} is missing")
             if layer and (at, layer - 1) not in cells:
                 missing = f"{at}weight_ih_l{layer - 1}"
-                raise CheckpointError(f"tensor {missing!r} is missing; {SUPPORTED}")
+                raise self.error(f"tensor {missing!r} is missing")
         return [cells[key] for key in order]
 
     def _check_gates(
@@ -210,19 +203,19 @@ class _Source:
         """Raise CheckpointError for layers that are not of the family's cell."""
         for name, match in found.items():
             if match["reverse"]:
-                raise CheckpointError(
+                raise self.error(
                     f"tensor {name!r} shows a bidirectional layer, which reads the tokens that come"
-                    f" after one, too; {SUPPORTED}"
+                    " after one, too"
                 )
             if match["kind"].endswith("_hr"):
-                raise CheckpointError(
+                raise self.error(
                     f"tensor {name!r} shows an LSTM with projections (proj_size), which is not"
-                    f" supported; {SUPPORTED}"
+                    " supported"
                 )
         for name, match in found.items():
             if match["kind"] != "weight_hh":
                 continue
-            shape = list(self._left[name].shape)
+            shape = list(self.left[name].shape)
             gates = gates_of({name: tuple(shape)})
             if gates == config_class.gates:
                 continue
@@ -235,51 +228,19 @@ class _Source:
                 reason = (
                     f"is of no cell; [{config_class.gates} n, n] is one of {config_class.family}"
                 )
-            raise CheckpointError(f"tensor {name!r} {shape} {reason}; {SUPPORTED}")
-
-    def module(self, names: Collection[str], what: str) -> str:
-        """Return the only module of one of these names that has a weight."""
-        modules = self._modules(names, "weight")
-        if len(modules) != 1:
-            several = f"several ({', '.join(modules)})" if modules else "none"
-            raise CheckpointError(
-                f"there must be one tensor of the {what}, named .weight behind"
-                f" {', '.join(sorted(names))}; there are {several}; {SUPPORTED}"
-            )
-        return modules[0]
-
-    def _modules(self, names: Collection[str], kind: str) -> list[str]:
-        paths = [name.rpartition(".") for name in self._left if not _is_copy(name)]
-        return [at for at, _, last in paths if last == kind and at.rpartition(".")[2] in names]
-
-    def take_head(
-        self, vocabulary: int, width: int
-    ) -> tuple[StoredTensor | None, StoredTensor | None]:
-        """Return the head's matrix and bias; None where there is none."""
-        weights, biases = self._modules(HEADS, "weight"), self._modules(HEADS, "bias")
-        head = (
-            self.take(self.module(HEADS, "head") + ".weight", vocabulary, width)
-            if weights
-            else None
-        )
-        if not biases or (weights and biases != weights):
-            return head, None  # a bias of another module is unknown
-        return head, self.take(f"{biases[0]}.bias", vocabulary)
-
-    def finish(self) -> None:
-        """Raise CheckpointError if tensors are left."""
-        left = [name for name in self._left if not _is_copy(name)]
-        if left:
-            named = [f"{name!r} {list(self._left[name].shape)}" for name in left]
-            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-            raise CheckpointError(
-                f"tensor {', '.join(named[:3])}{more} is not part of a known layout; {SUPPORTED}"
-            )
+            raise self.error(f"tensor {name!r} {shape} {reason}")
 
 
 def _order(place: tuple[str, int]) -> tuple[list[int], int]:
     """Return by what layers are sorted: the numbers in a module's name, then the layer in it."""
     return [int(number) for number in re.findall(r"\d+", place[0])], place[1]
+
+
+def _named_as(name: str, kind: str) -> str:
+    """Return the name that a tensor of another kind has beside the recurrent tensor `name`."""
+    at, _, last = name.removesuffix("_raw").rpartition(".")
+    _, suffix, layer = last.partition("_l")
+    return f"{at}.{kind}{suffix}{layer}".removeprefix(".")
 
 
 def _is_copy(name: str) -> bool:

@@ -28,6 +28,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.gated_rnn import layouts
 from engine.models.sru.config import SruConfig
+from engine.models.state_dict_source import StateDictSource
 from engine.models.state_dicts import HELD_AS
 from engine.ops.sru import planes_of
 
@@ -70,7 +71,7 @@ def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Sr
     """
     source = _Source(stored)
     at, layers = source.layers()
-    embedding = source.take(source.module(EMBEDDINGS, "embedding") + ".weight", None, None)
+    embedding = source.take_embedding()
     vocabulary, width = embedding.shape
     hidden = _half(source.shape(layers[0]["bias"]), layers[0]["bias"])
     tensors: dict[str, tuple[StoredTensor, ...]] = {"embedding.weight": (embedding,)}
@@ -86,16 +87,8 @@ def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Sr
     _check_projections(layers, inner, widths, hidden)
     after = _normalize_after(source, layers, widths, hidden, options)
     weight_c = any(bool(stored[layer["weight_c"]].any()) for layer in layers)
-    scales = {
-        float(stored[layer["scale_x"]].float().reshape(-1)[0])
-        for layer, count in zip(layers, parts, strict=True)
-        if skip and count == 3 and "scale_x" in layer and stored[layer["scale_x"]].numel() == 1
-    }
-    if len(scales) > 1:
-        raise CheckpointError(
-            f"the layers' scale_x differ ({', '.join(map(str, sorted(scales)))}); one value for all"
-            f" is supported; {SUPPORTED}"
-        )
+    scaled = [layer for layer, count in zip(layers, parts, strict=True) if skip and count == 3]
+    scale = _scale(source, scaled)
     for index, layer in enumerate(layers):
         ours, inputs = f"layers.{index}", widths[index]
         if inner[index]:
@@ -138,7 +131,7 @@ def layout(stored: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Sr
         projection=max(inner),
         weight_c=weight_c,
         skip_term=skip,
-        scale_x=scales.pop() if scales else 1.0,
+        scale_x=scale,
         tanh=bool(options.get("tanh", False)),
         layer_norm=after is not None,
         normalize_after=bool(after),
@@ -238,72 +231,63 @@ def _normalize_after(
     return shown
 
 
-class _Source:
-    """A state dict from which tensors are taken; tensors left at the end are unknown."""
+def _scale(source: _Source, layers: list[_Names]) -> float:
+    """Return the scale_x of layers whose highway is their input; 1.0 if none of them has one."""
+    names = [layer["scale_x"] for layer in layers if "scale_x" in layer]
+    if names and len(names) < len(layers):
+        lacks = next(layer for layer in layers if "scale_x" not in layer)
+        name = lacks["weight"].removesuffix("weight") + "scale_x"
+        raise source.error(f"tensor {name!r} is missing, which other layers have")
+    # One of another shape is refused when it is taken.
+    values = {float(source.left[name]) for name in names if source.shape(name) == (1,)}
+    if len(values) > 1:
+        raise source.error(
+            f"the layers' scale_x differ ({', '.join(map(str, sorted(values)))}); one value for all"
+            " is supported"
+        )
+    return values.pop() if values else 1.0
+
+
+class _Source(StateDictSource):
+    """A state dict with the layers of an SRU."""
 
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
-        self._left = dict(stored)
+        super().__init__(stored, embeddings=EMBEDDINGS, heads=HEADS, supported=SUPPORTED)
         for name in stored:
             for part, reason in _REFUSED.items():
                 if part in f".{name}":
-                    raise CheckpointError(f"tensor {name!r} {reason}; {SUPPORTED}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
-        return tuple(self._left[name].shape)
-
-    def take(self, name: str, *shape: int | None) -> StoredTensor:
-        """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
-        tensor = self._left.pop(name)
-        if tensor.dtype not in HELD_AS:
-            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
-        size = tuple(tensor.shape)
-        if len(size) != len(shape) or any(
-            want not in (None, one) for want, one in zip(shape, size, strict=True)
-        ):
-            wanted = ", ".join("*" if one is None else str(one) for one in shape)
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(size)}, but the other tensors require [{wanted}];"
-                f" {SUPPORTED}"
-            )
-        return StoredTensor(name, size)
+                    raise self.error(f"tensor {name!r} {reason}")
 
     def layers(self) -> tuple[str, list[_Names]]:
         """Return the prefix of the SRU module and its layers' names, in order."""
         layers: dict[int, _Names] = {}
         prefixes = set()
-        for name in self._left:
+        for name in self.left:
             found = _LAYER.fullmatch(name)
             if found is None:
                 continue
             if found["kind"] not in (*_KINDS, *_NORM):
-                raise CheckpointError(f"tensor {name!r} is not part of a known layout; {SUPPORTED}")
+                raise self.error(f"tensor {name!r} is not part of a known layout")
             prefixes.add(found["at"])
             layers.setdefault(int(found["layer"]), {})[found["kind"]] = name
         if not layers:
-            raise CheckpointError(
-                f"there are no layers (tensors like 'rnn.rnn_lst.0.weight'); {SUPPORTED}"
-            )
+            raise self.error("there are no layers (tensors like 'rnn.rnn_lst.0.weight')")
         if len(prefixes) > 1:
-            raise CheckpointError(
-                f"there are layers in several modules ({', '.join(sorted(prefixes))}); {SUPPORTED}"
-            )
+            raise self.error(f"there are layers in several modules ({', '.join(sorted(prefixes))})")
         at = prefixes.pop()
         for index in range(len(layers)):
             for kind in ("weight", "weight_c", "bias"):
                 if kind not in layers.get(index, {}):
-                    raise CheckpointError(
-                        f"tensor '{at}rnn_lst.{index}.{kind}' is missing; {SUPPORTED}"
-                    )
+                    raise self.error(f"tensor '{at}rnn_lst.{index}.{kind}' is missing")
         return at, [layers[index] for index in range(len(layers))]
 
     def parts(self, name: str, hidden: int) -> int:
         """Return how many vectors of `hidden` a layer's matrix gives: 3 or 4."""
         shape = self.shape(name)
         if len(shape) != 2 or shape[1] not in (3 * hidden, 4 * hidden):
-            raise CheckpointError(
+            raise self.error(
                 f"tensor {name!r} has shape {list(shape)}, but the other tensors require"
-                f" [*, {3 * hidden}] or [*, {4 * hidden}]; {SUPPORTED}"
+                f" [*, {3 * hidden}] or [*, {4 * hidden}]"
             )
         return shape[1] // hidden
 
@@ -313,44 +297,8 @@ class _Source:
             return 0
         shape = self.shape(layer["weight_proj"])
         if len(shape) != 2 or shape[0] != inputs or not shape[1]:
-            raise CheckpointError(
+            raise self.error(
                 f"tensor {layer['weight_proj']!r} has shape {list(shape)}, but the other tensors"
-                f" require [{inputs}, *]; {SUPPORTED}"
+                f" require [{inputs}, *]"
             )
         return shape[1]
-
-    def module(self, names: tuple[str, ...], what: str) -> str:
-        """Return the only module of one of these names that has a weight."""
-        modules = self._modules(names, "weight")
-        if len(modules) != 1:
-            several = f"several ({', '.join(modules)})" if modules else "none"
-            raise CheckpointError(
-                f"there must be one tensor of the {what}, named .weight behind"
-                f" {', '.join(sorted(names))}; there are {several}; {SUPPORTED}"
-            )
-        return modules[0]
-
-    def _modules(self, names: tuple[str, ...], kind: str) -> list[str]:
-        paths = [name.rpartition(".") for name in self._left]
-        return [at for at, _, last in paths if last == kind and at.rpartition(".")[2] in names]
-
-    def take_head(
-        self, vocabulary: int, width: int
-    ) -> tuple[StoredTensor | None, StoredTensor | None]:
-        """Return the head's matrix and bias; None where there is none."""
-        weights, biases = self._modules(HEADS, "weight"), self._modules(HEADS, "bias")
-        head = None
-        if weights:
-            head = self.take(self.module(HEADS, "head") + ".weight", vocabulary, width)
-        if not biases or (weights and biases != weights):
-            return head, None  # a bias of another module is unknown
-        return head, self.take(f"{biases[0]}.bias", vocabulary)
-
-    def finish(self) -> None:
-        """Raise CheckpointError if tensors are left."""
-        if self._left:
-            named = [f"{name!r} {list(tensor.shape)}" for name, tensor in self._left.items()]
-            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-            raise CheckpointError(
-                f"tensor {', '.join(named[:3])}{more} is not part of a known layout; {SUPPORTED}"
-            )

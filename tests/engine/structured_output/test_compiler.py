@@ -429,6 +429,15 @@ def test_sentencepiece_like_tokenizers(tmp_path: Path) -> None:
         assert tokens.complete and tokens.library.decode_bytes([258, 0xC3, 0xB6]) == " aö".encode()
 
 
+def test_a_line_break_of_a_list_of_words_is_one(tmp_path: Path) -> None:
+    library = TYPES["words_and_lines"]()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokens = load_tokens(tmp_path, library.get_vocab_size())
+    ids = [library.encode(text).ids[0] for text in ("The", "\n", "fox")]
+    assert tokens.library.decode_bytes(ids) == b" The \n fox"
+    assert list(tokens.library.tokenize_str(" The \n fox")) == ids
+
+
 @pytest.mark.parametrize(
     ("name", "normalizer"),
     [
