@@ -9,10 +9,10 @@ namespace minserve {
 // A step has no cu_seqlens, and row r is all of sequence r. Streams have the operator's dtype.
 struct SruArgs {
   Layout layout;
-  Stream u;        // [tokens, u0 | u1 | u2 ...], each of `channels` columns
-  Stream highway;  // [tokens, channels], not yet scaled; null data: h = r g(c)
-  float scale = 1.0f;     // of the highway's input
-  bool tanh = false;      // g
+  Stream u;                         // [tokens, u0 | u1 | u2 ...], each of `channels` columns
+  Stream highway;                   // [tokens, channels], not yet scaled; null data: h = r g(c)
+  float scale = 1.0f;               // of the highway's input
+  bool tanh = false;                // g
   const float* weight_c = nullptr;  // [forget | reset], or null: the gates do not see c
   const float* bias = nullptr;      // [forget | reset]
   Stream h;                         // [tokens, channels]
@@ -24,9 +24,9 @@ struct SruArgs {
 
 // The gradients of SruArgs, of which `u`, `highway`, the vectors, `c` and the layout are read.
 struct SruGradients {
-  Stream h;        // of h; read
-  Stream u;        // [tokens, u0 | u1 | u2], written, zero for the padding tail
-  Stream highway;  // written if there is one
+  Stream h;                     // of h; read
+  Stream u;                     // [tokens, u0 | u1 | u2], written, zero for the padding tail
+  Stream highway;               // written if there is one
   const float* last = nullptr;  // of the last c, [sequences, channels]; null: zeros
   const float* c0 = nullptr;    // the first c, [sequences, channels]; null: zeros
   float* of_c0 = nullptr;       // [sequences, channels]

@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
       if (ahead >= begin) load(ahead, ring[i]);
       const float x = kHighway ? in.of.x[0] * args.scale : 0.0f;
       const SruTokenGradient<float> out = sru_token_gradient<kHighway, kTanh>(
-          of, weight_forget, weight_reset, in.of.u0[0], in.of.u1[0], in.of.u2[0],
-          x, in.before, c, in.grad[0], carry, sums);
+          of, weight_forget, weight_reset, in.of.u0[0], in.of.u1[0], in.of.u2[0], x, in.before, c,
+          in.grad[0], carry, sums);
       c = in.before;
       T* const grad_u = place<T>(grads.u, at, channel);
       from_lane(grad_u, out.u0);

@@ -124,10 +124,9 @@ template <class T>
 void run_sru(const SruArgs& args, std::int64_t begin, std::int64_t end) {
   const WithoutSubnormals of_states;
   with_form(args, [&](auto highway, auto tanh) {
-    for_items(args.layout, begin, end,
-              [&](std::int64_t s, std::int64_t first, std::int64_t count) {
-                read_run<T, decltype(highway)::value, decltype(tanh)::value>(args, s, first, count);
-              });
+    for_items(args.layout, begin, end, [&](std::int64_t s, std::int64_t first, std::int64_t count) {
+      read_run<T, decltype(highway)::value, decltype(tanh)::value>(args, s, first, count);
+    });
   });
 }
 
@@ -198,11 +197,10 @@ void run_backward(const SruArgs& args, const SruGradients& grads, std::int64_t b
                   std::int64_t end) {
   const WithoutSubnormals of_gradients;
   with_form(args, [&](auto highway, auto tanh) {
-    for_items(args.layout, begin, end,
-              [&](std::int64_t s, std::int64_t first, std::int64_t count) {
-                gradient_of_run<T, decltype(highway)::value, decltype(tanh)::value>(args, grads, s,
-                                                                                    first, count);
-              });
+    for_items(args.layout, begin, end, [&](std::int64_t s, std::int64_t first, std::int64_t count) {
+      gradient_of_run<T, decltype(highway)::value, decltype(tanh)::value>(args, grads, s, first,
+                                                                          count);
+    });
   });
 }
 

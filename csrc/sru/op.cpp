@@ -47,10 +47,10 @@ class Inputs {
       : u_(with_rows(given.u)), bias_(torch::stable::contiguous(given.bias)) {
     const Tensor& u = given.u;
     const std::int64_t tokens = u.size(0), planes = channels ? u.size(1) / channels : 0;
-    check.require(channels == 0 ? u.size(1) == 0
-                                : u.size(1) % channels == 0 && (planes == 3 || planes == 4),
-                  "u must be [", rows, ", 3 or 4 * channels] with ", channels, " channels, got ",
-                  describe(u));
+    check.require(
+        channels == 0 ? u.size(1) == 0 : u.size(1) % channels == 0 && (planes == 3 || planes == 4),
+        "u must be [", rows, ", 3 or 4 * channels] with ", channels, " channels, got ",
+        describe(u));
     check.require(planes != 4 || !given.x,
                   "x must be None where u has four parts: the last is the highway's input");
     check.tensor(given.bias, "bias", ScalarType::Float, {2 * channels}, "[2 * channels]");

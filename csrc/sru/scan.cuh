@@ -146,11 +146,9 @@ __device__ __forceinline__ float read_channel(const SruArgs& args, std::int64_t 
         const float x = kHighway ? in.x[0] * args.scale : 0.0f;
         float out;
         if constexpr (kAffine) {
-          out = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x,
-                                              c, chunk);
+          out = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c, chunk);
         } else {
-          out = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x,
-                                           c);
+          out = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c);
           if constexpr (kKeeps) kept[row * args.layout.channels] = c;
         }
         from_lane(h + row * args.h.stride, out);
@@ -279,8 +277,7 @@ __global__ void __launch_bounds__(kThreads, kSruBlocks)
 
 // One token of every row of a batch.
 template <class T, bool kHighway, bool kTanh, bool kAffine>
-__global__ void __launch_bounds__(kThreads)
-    sru_step_kernel(const __grid_constant__ SruArgs args) {
+__global__ void __launch_bounds__(kThreads) sru_step_kernel(const __grid_constant__ SruArgs args) {
   const Layout& lay = args.layout;
   const std::int64_t row = row_group(), channel = thread_of_group();
   pdl_launch_dependents();
@@ -298,8 +295,7 @@ __global__ void __launch_bounds__(kThreads)
   float h;
   if constexpr (kAffine) {
     AffineCarry chunk;
-    h = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c,
-                                      chunk);
+    h = affine_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c, chunk);
   } else {
     h = sru_token<kHighway, kTanh>(of, in.u0[0], in.u1[0], in.u2[0], x, c);
   }

@@ -79,8 +79,8 @@ struct SruSums {
 // tokens behind, and becomes that of `before`. weight_c is not scaled here.
 template <bool kHighway, bool kTanh, class V>
 MS_CELL SruTokenGradient<V> sru_token_gradient(const SruChannel<V>& channel, V weight_forget,
-                                               V weight_reset, V u0, V u1, V u2, V x, V before,
-                                               V c, V grad_h, V& carry, SruSums<V>& sums) {
+                                               V weight_reset, V u0, V u1, V u2, V x, V before, V c,
+                                               V grad_h, V& carry, SruSums<V>& sums) {
   const V e = sru_exponential(u1, channel.forget, channel.forget_c, before);
   const V e_reset = sru_exponential(u2, channel.reset, channel.reset_c, before);
   V f, r;
