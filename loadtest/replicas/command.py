@@ -146,10 +146,10 @@ def _proxies(store: str, args: Namespace) -> dict[str, Any]:
         with ExitStack() as stack:
             urls = _servers(stack, args.model, count, cores)
             measure("direct", count, urls)
-            if proxies.router_is_there():
+            try:
                 measure(proxies.ROUTER, count, [stack.enter_context(proxies.router(urls))])
-            else:
-                print(f"{proxies.ROUTER}: not measured, it is not installed")
+            except RuntimeError as error:  # the others are measured
+                print(f"{proxies.ROUTER}, {count}: not measured: {error}")
         for name, options in (("HAProxy", ()), ("Python proxy", ("--python-proxy",))):
             with Cluster(free_port(), store, args.model, count, *options) as cluster:
                 measure(name, count, [cluster.url])

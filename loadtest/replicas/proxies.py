@@ -96,17 +96,14 @@ def read(summary: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def router_is_there() -> bool:
-    """Return whether the program `vllm-router` is installed."""
-    return shutil.which(ROUTER) is not None
-
-
 @contextmanager
 def router(urls: Sequence[str]) -> Iterator[str]:
     """Yield the URL of a vllm-router in front of these servers, as our recipe starts it.
 
-    Raises RuntimeError if it does not become ready.
+    Raises RuntimeError if it is not installed or does not become ready.
     """
+    if shutil.which(ROUTER) is None:
+        raise RuntimeError("it is not installed")
     port = free_port()
     command = [
         ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
@@ -119,7 +116,7 @@ def router(urls: Sequence[str]) -> Iterator[str]:
         try:
             while not _answers(f"{url}/readiness"):
                 if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"{ROUTER} did not become ready")
+                    raise RuntimeError("it did not become ready")
                 time.sleep(0.2)
             yield url
         finally:

@@ -7,11 +7,12 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
-from loadtest.replicas import faults, pinning
+from loadtest.replicas import faults, pinning, proxies
 from loadtest.replicas.faults import Refused, Seen, carry_out, texts_of
 from loadtest.replicas.proxies import measure, read
 from loadtest.subject import Subject
@@ -93,3 +94,14 @@ def test_parts_are_apart_or_the_number_of_cores_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     with pytest.raises(RuntimeError, match="needs 8 cores or more, and there are 4"):
         pinning.apart()
+
+
+def test_a_router_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="not installed"), proxies.router(["http://127.0.0.1:1"]):
+        pass
+    broken = tmp_path / proxies.ROUTER
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(RuntimeError, match="not become"), proxies.router(["http://127.0.0.1:1"]):
+        pass
