@@ -13,6 +13,8 @@ from pathlib import Path
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 MISSING = "" if PROGRAM else "redis-server is not installed (apt-get install redis-server)"
 
+MOST_PORT = 55_535  # in a cluster a Redis also listens on the port 10,000 above
+
 
 def free_port() -> int:
     """A port that nothing listens on."""
@@ -26,6 +28,8 @@ class RedisServer:
 
     def __init__(self, folder: Path, *options: str, port: int = 0) -> None:
         self.port = port or free_port()
+        while not port and self.port > MOST_PORT:
+            self.port = free_port()
         self.folder = folder
         self.options = options
         self._process: subprocess.Popen[bytes] | None = None

@@ -308,6 +308,7 @@ class Driver {
     for (int s = 0; s < sequences(); ++s) {
       if (case_.lengths[at(s)] > 0) pieces.push_back({s, 0, 1});
     }
+    if (pieces.empty()) return;  // the operator launches nothing then
     const Result one = steps<1>(pieces);
     if (case_.units % 4 == 0 && case_.extra_stride % 4 == 0) same(steps<4>(pieces), one, " of 4");
     for (const Piece& piece : pieces) {
