@@ -83,7 +83,8 @@ def _run(application: Any, settings: Any, address: str | None) -> None:
     from service.cluster.deployment import NAME
 
     try:
-        ray.init(address=address, include_dashboard=False, log_to_driver=True)
+        # "local": not one that runs here already, or has left its address behind
+        ray.init(address=address or "local", include_dashboard=False, log_to_driver=True)
         serve.start(http_options={"host": settings.host, "port": settings.port})
         serve.run(application, name=NAME, route_prefix="/")
     except ConnectionError as error:
