@@ -114,7 +114,7 @@ class Subject:
 
         Raises RuntimeError if there is none.
         """
-        for pid in _descendants(self.process.pid):
+        for pid in descendants(self.process.pid):
             if b"engine.worker" in _read(pid, "cmdline"):
                 return pid
         raise RuntimeError("there is no engine process")
@@ -131,7 +131,7 @@ class Subject:
 
     def processes(self) -> list[int]:
         """The process ids of the server and of all that it has started."""
-        return [self.process.pid, *_descendants(self.process.pid)]
+        return [self.process.pid, *descendants(self.process.pid)]
 
     def memory(self, pids: list[int] | None = None) -> float:
         """Return the memory of these processes, by default all, in MiB."""
@@ -149,7 +149,8 @@ def _read(pid: int, name: str) -> bytes:
         return b""
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Return all processes that a process has started, directly or not."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

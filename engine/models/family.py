@@ -33,8 +33,7 @@ class WeightMap:
 
     Args:
         tensors: for each tensor of the model's state dict the stored ones, which are concatenated
-            along the first dimension and then reshaped to the model's shape. None: the tensor is
-            zero.
+            along the first dimension and then reshaped to the model's shape. Of none: zeros.
         ignored: names of stored tensors that hold nothing new, such as the head of a model whose
             head is the embedding. They may be there or not.
         changes: for some tensors of the model, what is done to the values after they were

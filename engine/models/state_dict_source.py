@@ -1,4 +1,4 @@
-"""Takes a language model's tensors from a state dict: each exactly once, with its shape checked."""
+"""Takes a model's tensors from a state dict: each exactly once, with its shape checked."""
 
 from __future__ import annotations
 
@@ -14,25 +14,14 @@ from engine.models.state_dicts import HELD_AS
 class StateDictSource:
     """A state dict from which tensors are taken; tensors left at the end are unknown."""
 
-    def __init__(
-        self,
-        stored: Mapping[str, Tensor],
-        *,
-        embeddings: Collection[str],
-        heads: Collection[str],
-        supported: str,
-    ) -> None:
+    def __init__(self, stored: Mapping[str, Tensor], supported: str) -> None:
         """Prepare to take every tensor of `stored`.
 
         Args:
             stored: tensors by name.
-            embeddings: names that the embedding's module may have, behind any prefix.
-            heads: names that the head's module may have, behind any prefix.
             supported: the end of every error's message, which says what models are supported.
         """
         self.left = dict(stored)
-        self._embeddings = embeddings
-        self._heads = heads
         self._supported = supported
 
     def error(self, message: str) -> CheckpointError:
@@ -63,6 +52,36 @@ class StateDictSource:
             )
         return StoredTensor(name, size)
 
+    def finish(self) -> None:
+        """Raise CheckpointError if tensors are left."""
+        if self.left:
+            named = [f"{name!r} {list(tensor.shape)}" for name, tensor in self.left.items()]
+            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
+            raise self.error(f"tensor {', '.join(named[:3])}{more} is not part of a known layout")
+
+
+class LanguageModelSource(StateDictSource):
+    """A state dict with an embedding and a head, each in a module of one of several names."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, Tensor],
+        supported: str,
+        *,
+        embeddings: Collection[str],
+        heads: Collection[str],
+    ) -> None:
+        """Prepare to take every tensor of `stored`.
+
+        Args:
+            stored, supported: as for StateDictSource.
+            embeddings: names that the embedding's module may have, behind any prefix.
+            heads: names that the head's module may have, behind any prefix.
+        """
+        super().__init__(stored, supported)
+        self._embeddings = embeddings
+        self._heads = heads
+
     def take_embedding(self) -> StoredTensor:
         """Remove and return the embedding's matrix.
 
@@ -85,13 +104,6 @@ class StateDictSource:
         if not biases or (weights and biases != weights):
             return head, None  # a bias of another module is unknown
         return head, self.take(f"{biases[0]}.bias", vocabulary)
-
-    def finish(self) -> None:
-        """Raise CheckpointError if tensors are left."""
-        if self.left:
-            named = [f"{name!r} {list(tensor.shape)}" for name, tensor in self.left.items()]
-            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-            raise self.error(f"tensor {', '.join(named[:3])}{more} is not part of a known layout")
 
     def _module(self, names: Collection[str], what: str) -> str:
         """Return the only module of one of these names that has a weight."""

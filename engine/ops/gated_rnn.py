@@ -13,8 +13,8 @@ so is everything between products and results. What U multiplies is h rounded to
 (on a CPU float16 weights multiply h as it is).
 
 The operators of the library (csrc/gated_rnn) read a prompt in one call: on a GPU in one kernel over
-time. For float64, and with a library that lacks them, `composed_*` do the same by torch's
-operators, step by step; they wait for the device.
+time. For float64 `composed_*` do the same by torch's operators, step by step; they wait for the
+device.
 """
 
 from typing import Any
@@ -26,8 +26,6 @@ from torch.nn import functional
 from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import spans
 
-_IN_LIBRARY = hasattr(torch.ops.minserve, "gru_scan")
-_DECODES = hasattr(torch.ops.minserve, "gated_decode")
 _MOST_DECODE_ROWS = 8  # kDecodeRows in csrc/gated_rnn/args.h
 _MOST_DECODE_WIDTHS = 4096  # of x and h: fits the shared memory of GPUs from 8.0 on
 
@@ -148,8 +146,7 @@ def lstm_step(
 def decodes(x: Tensor, units: int) -> bool:
     """Return whether `gated_decode` takes these rows x [batch, width] and a layer of `units`."""
     return (
-        _DECODES
-        and x.is_cuda
+        x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
         and len(x) <= _MOST_DECODE_ROWS
         and x.shape[1] % 8 == units % 8 == 0
@@ -210,7 +207,7 @@ def lstm_cell(pre: Tensor, recurrent: Tensor, cell: Tensor) -> tuple[Tensor, Ten
 
 
 def _is_composed(pre: Tensor) -> bool:
-    return pre.dtype == torch.float64 or not _IN_LIBRARY
+    return pre.dtype == torch.float64
 
 
 def composed_scan(
@@ -315,9 +312,7 @@ def _fake_decode(x: Tensor, input_weight: Tensor, b: Tensor, weight: Tensor, *_:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-if _DECODES:
-    torch.library.register_fake("minserve::gated_decode", _fake_decode)
-if _IN_LIBRARY:
-    for _cell in ("gru", "lstm"):
-        torch.library.register_fake(f"minserve::{_cell}_scan", _fake_scan)
-        torch.library.register_fake(f"minserve::{_cell}_step", _fake_step)
+torch.library.register_fake("minserve::gated_decode", _fake_decode)
+for _cell in ("gru", "lstm"):
+    torch.library.register_fake(f"minserve::{_cell}_scan", _fake_scan)
+    torch.library.register_fake(f"minserve::{_cell}_step", _fake_step)

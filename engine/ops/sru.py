@@ -14,9 +14,8 @@ load.) What is computed between inputs and results is float32 (float64 for float
 With v = 0 the recurrence is affine in c. On a GPU a few long sequences are then read by chunks of
 128 tokens side by side; a chunk's carry is formed in one way however many are.
 
-The operators of the library (csrc/sru) read a prompt in one call. For float64, and with a library
-that lacks them, `composed_*` do the same by torch's operators, step by step; they wait for the
-device.
+The operators of the library (csrc/sru) read a prompt in one call. For float64 torch's operators do
+the same here, step by step; they wait for the device.
 """
 
 from typing import Any
@@ -26,8 +25,6 @@ from torch import Tensor
 
 from engine.ops import library  # noqa: F401  (registers the operators)
 from engine.ops.scan import spans
-
-_IN_LIBRARY = hasattr(torch.ops.minserve, "sru_scan")
 
 
 def sru_scan(
@@ -157,7 +154,7 @@ def planes_of(weight: Tensor, parts: int) -> Tensor:
 
 
 def _is_composed(u: Tensor) -> bool:
-    return u.dtype == torch.float64 or not _IN_LIBRARY
+    return u.dtype == torch.float64
 
 
 def _recur(
@@ -321,5 +318,4 @@ def _register() -> None:
     torch.library.register_autograd("minserve::sru_scan_train", backward, setup_context=setup)
 
 
-if _IN_LIBRARY:
-    _register()
+_register()

@@ -15,11 +15,11 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from loadtest.replicas.cluster import options
 from loadtest.served import free_port
+from loadtest.subject import descendants
 
 START_SECONDS = 120.0
 #: A raylet waits so long for a head that is gone, seconds.
@@ -168,20 +168,3 @@ class NodeCluster:
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"the replicas were not deployed: {done.stderr[-2000:]}")
-
-
-def descendants(pid: int) -> list[int]:
-    """Return all processes that a process has started, directly or not."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: list[int] = []
-    waiting: list[Any] = [pid]
-    while waiting:
-        children = parents.get(waiting.pop(), [])
-        found += children
-        waiting += children
-    return found

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.served import free_port
+from loadtest.with_httpx import httpx
 
 USERS = 16  # of each replica
 SHORT = ("--output-length", "1", "--no-stream")  # a request is all there is
 LONG = ("--output-length", "64")  # a stream of tokens
 ROUTER = "vllm-router"
+RECIPE = Path(__file__).parents[2] / "docker" / "routers" / "vllm-router.sh"
 START_SECONDS = 60.0
 
 
@@ -98,20 +98,20 @@ def read(summary: dict[str, Any]) -> dict[str, float]:
 
 @contextmanager
 def router(urls: Sequence[str]) -> Iterator[str]:
-    """Yield the URL of a vllm-router in front of these servers, as our recipe starts it.
+    """Yield the URL of a vllm-router in front of these servers, started by our recipe for it.
 
-    Raises RuntimeError if it is not installed or does not become ready.
+    Raises RuntimeError if it or the recipe is not there, or it does not become ready.
     """
     if shutil.which(ROUTER) is None:
         raise RuntimeError("it is not installed")
+    if not RECIPE.is_file():
+        raise RuntimeError(f"{RECIPE} is not there; run it in a checkout")
     port = free_port()
-    command = [
-        ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port",
-        str(free_port()), "--policy", "consistent_hash", "--worker-urls", *urls,
-        "--health-check-endpoint", "/ready", "--health-check-interval-secs", "1",
-        "--worker-startup-check-interval", "1", "--disable-retries", "--log-level", "warning",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    ports = {"PORT": str(port), "METRICS_PORT": str(free_port())}
+    with subprocess.Popen(
+        ["sh", str(RECIPE), *urls],
+        env={**os.environ, **ports}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         try:
             while not _answers(f"{url}/readiness"):
@@ -125,7 +125,6 @@ def router(urls: Sequence[str]) -> Iterator[str]:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.TransportError:
         return False

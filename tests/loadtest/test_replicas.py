@@ -97,7 +97,7 @@ def test_parts_are_apart_or_the_number_of_cores_is_told(monkeypatch: pytest.Monk
 
 
 def test_a_router_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(RuntimeError, match="not installed"), proxies.router(["http://127.0.0.1:1"]):
         pass
     broken = tmp_path / proxies.ROUTER

@@ -24,15 +24,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 cells = pytest.mark.parametrize("kind", ["gru", "lstm"])
 devices = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", SERVING_DTYPES)
-library = pytest.mark.skipif(not gated_rnn._IN_LIBRARY, reason="the library lacks the operators")
 
 
 @pytest.fixture(params=["library", "composed"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test with the library's operators and with the composed ones."""
-    if request.param == "library" and not gated_rnn._IN_LIBRARY:
-        pytest.skip("the library lacks the operators")
-    monkeypatch.setattr(gated_rnn, "_IN_LIBRARY", request.param == "library")
+    if request.param == "composed":
+        monkeypatch.setattr(gated_rnn, "_is_composed", lambda pre: True)
     return str(request.param)
 
 
@@ -125,7 +123,6 @@ def test_ragged_batches(form: str, kind: str, device: str, dtype: torch.dtype, u
         same_bits(state[[1, 5, 6, 10]], first[[1, 5, 6, 10]].cpu())  # empty and free: untouched
 
 
-@library
 @cells
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @pytest.mark.parametrize("sequences", [1, 9, 33, 70])
@@ -143,7 +140,6 @@ def test_sizes_on_a_gpu(kind: str, dtype: torch.dtype, sequences: int, units: in
         near(state, want, dtype)
 
 
-@library
 @cells
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sequences", [2, 40])
@@ -154,7 +150,6 @@ def test_weights_beyond_shared_memory(kind: str, dtype: torch.dtype, sequences: 
     near(case.scan("cuda", dtype, case.states("cuda")), h, dtype)
 
 
-@library
 @cells
 @devices
 @dtypes
@@ -183,7 +178,6 @@ def test_torchs_modules_give_the_same(form: str, kind: str, device: str) -> None
     torch.testing.assert_close(got.cpu().view(3, 19, 20), want, rtol=1e-5, atol=2e-6)
 
 
-@library
 @cells
 @devices
 @dtypes
@@ -212,7 +206,6 @@ def test_no_split_changes_a_bit(kind: str, device: str, dtype: torch.dtype, unit
             same_bits(state, want.cpu())
 
 
-@library
 @cells
 @devices
 @dtypes
@@ -241,7 +234,6 @@ def test_other_sequences_change_no_bit(kind: str, device: str, dtype: torch.dtyp
     assert among_nan[: case.cu_seqlens[41]].isnan().all()
 
 
-@library
 @cells
 @dtypes
 def test_any_number_of_threads(
@@ -283,7 +275,6 @@ def test_steps(form: str, kind: str, device: str, dtype: torch.dtype, units: int
         same_bits(state[[1, 5, 6, 8, 10]], first[[1, 5, 6, 8, 10]].float())
 
 
-@library
 @cells
 @devices
 def test_a_step_continues_a_scan(kind: str, device: str) -> None:
@@ -303,7 +294,6 @@ def test_a_step_continues_a_scan(kind: str, device: str) -> None:
     torch.testing.assert_close(stepped[0], held[0], rtol=1e-5, atol=1e-6)
 
 
-@library
 @cells
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -347,7 +337,6 @@ def test_decode_steps_with_their_products(
     same_bits(alone, got[-1:].cpu())
 
 
-@library
 @cells
 @devices
 def test_saturated_gates_and_small_states(kind: str, device: str) -> None:
@@ -370,7 +359,6 @@ def test_saturated_gates_and_small_states(kind: str, device: str) -> None:
     torch.testing.assert_close(got, torch.full_like(got, share * 1e-6), rtol=1e-5, atol=0)
 
 
-@library
 @cells
 @devices
 @dtypes
@@ -402,7 +390,6 @@ def test_rows_may_lie_apart(kind: str, device: str, dtype: torch.dtype) -> None:
         assert (both[:, 1] == 9.0).all()
 
 
-@library
 @cells
 @devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -416,7 +403,6 @@ def test_float32_biases_beside_two_bytes(kind: str, device: str, dtype: torch.dt
     )
 
 
-@library
 @cells
 @devices
 def test_nothing_to_read(kind: str, device: str) -> None:
@@ -433,7 +419,6 @@ def test_nothing_to_read(kind: str, device: str) -> None:
             same_bits(state, first.cpu())
 
 
-@library
 @cells
 @dtypes
 @pytest.mark.gpu
@@ -473,7 +458,6 @@ def test_graphs(kind: str, dtype: torch.dtype) -> None:
             same_bits(got, want.cpu())
 
 
-@library
 @cells
 @devices
 def test_compiled_and_fake(kind: str, device: str) -> None:
@@ -494,7 +478,6 @@ def test_compiled_and_fake(kind: str, device: str) -> None:
         assert step(kind, wide, wide, states, slots).shape == (5, 8)
 
 
-@library
 @cells
 def test_schemas_hold(kind: str) -> None:
     case = Case(kind, 8)
@@ -506,7 +489,6 @@ def test_schemas_hold(kind: str) -> None:
     torch.library.opcheck(one, (rows, rows.clone(), *case.states("cpu"), case.slots))
 
 
-@library
 @cells
 @devices
 def test_errors_say_what_is_allowed(kind: str, device: str) -> None:

@@ -22,9 +22,6 @@ SCALE = 1.5
 forms = pytest.mark.parametrize("highway", ["x", "part", "none"])
 activations = pytest.mark.parametrize("tanh", [False, True])
 gates = pytest.mark.parametrize("seen", [True, False])
-library = pytest.mark.skipif(
-    not hasattr(torch.ops.minserve, "sru_scan"), reason="the library lacks the operators"
-)
 
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 Served = tuple[Any, Any, Any, Any]
@@ -116,7 +113,6 @@ def test_a_step_is_a_scan_of_one_token(device: str, highway: str, seen: bool) ->
     same_bits(*states)
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("channels", [1, 64, 100])
 @pytest.mark.parametrize("seen", [True, False])
@@ -141,7 +137,6 @@ def test_a_split_changes_no_bit(device: str, channels: int, seen: bool) -> None:
         same_bits(state, whole)
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 @gates
 def test_neighbours_change_no_bit(device: str, seen: bool, threads: Callable[[int], None]) -> None:
@@ -162,7 +157,6 @@ def test_neighbours_change_no_bit(device: str, seen: bool, threads: Callable[[in
     same_bits(states[2], states[0])
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_and_few_sequences_give_the_same_bits(device: str) -> None:
     """On a GPU many are read whole, a few by chunks side by side."""
@@ -197,7 +191,6 @@ def test_lengths(device: str, length: int, seen: bool) -> None:
     close(held, new_state, torch.float32, factor=4)
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_may_be_columns_of_a_product(device: str) -> None:
     """u and x of one matrix, which begins at any element."""
@@ -270,7 +263,6 @@ def gradients_of(args: list[Any], highway: str, tanh: bool, outputs: list[Tensor
     return [h, last, *(one.grad for one in leaves if getattr(one, "grad", None) is not None)]
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", SERVING_DTYPES)
 @forms
@@ -309,7 +301,6 @@ def test_gradcheck(highway: str, tanh: bool) -> None:
     assert torch.autograd.gradcheck(function, leaves)
 
 
-@library
 @pytest.mark.parametrize("device", DEVICES)
 def test_empty_batches(device: str) -> None:
     weight_c, bias = torch.ones(10, device=device), torch.ones(10, device=device)

@@ -30,7 +30,7 @@ from torch.nn import functional
 from engine.errors import CheckpointError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.gated_rnn.config import GatedRnnConfig, GruConfig, LstmConfig
-from engine.models.state_dict_source import StateDictSource
+from engine.models.state_dict_source import LanguageModelSource
 from engine.models.state_dicts import HELD_AS
 
 EMBEDDINGS = (
@@ -149,15 +149,15 @@ def _padded(tensor: Tensor, gates: int, shape: tuple[int, ...]) -> Tensor:
 _Cell = dict[str, str]  # the names of a recurrent layer's tensors, by kind (`weight_ih`, ...)
 
 
-class _Source(StateDictSource):
+class _Source(LanguageModelSource):
     """A state dict with recurrent layers."""
 
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
         super().__init__(
             {name: tensor for name, tensor in stored.items() if not _is_copy(name)},
+            SUPPORTED,
             embeddings=EMBEDDINGS,
             heads=HEADS,
-            supported=SUPPORTED,
         )
 
     def take_cells(self, config_class: type[GatedRnnConfig]) -> list[_Cell]:

@@ -30,6 +30,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.minrnn.config import MinRnnConfig
+from engine.models.state_dict_source import StateDictSource
 from engine.models.state_dicts import HELD_AS
 
 SUPPORTED = (
@@ -49,16 +50,16 @@ def layout(weights: Mapping[str, Tensor]) -> tuple[MinRnnConfig, WeightMap]:
     Raises CheckpointError, naming the first tensor that is missing, unknown or of a shape that
     contradicts the others; ConfigError for shapes that no model here can have.
     """
-    source = _Source(weights)
+    source = _Source(weights, SUPPORTED)
     _refuse_other_models(weights)
     head = next((name for name in HEADS if name in weights), HEADS[0])
-    embedding = source.take("token_emb.weight", None, None)
+    embedding = source.part("token_emb.weight", None, None)
     vocab, width = embedding.shape
     layers = [_layer(source, f"layers.{index}", width) for index in range(source.layers())]
     dtype = weights[embedding.stored].dtype
     norm_eps = _norm_eps(source, "norm")
     norm = _norm(source, "norm", width)
-    head_weight = source.take(head, vocab, width)
+    head_weight = source.part(head, vocab, width)
     source.finish()
     _refuse_unlike_layers(layers)
     config = MinRnnConfig(
@@ -92,36 +93,20 @@ class _Taken:
         return replace(self, shape=shape)
 
 
-class _Source:
-    """A state dict from which tensors are taken; tensors left at the end are unknown."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._left = dict(weights)
+class _Source(StateDictSource):
+    """A state dict whose layers are numbered modules of nn.Sequential."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self._left
+        return name in self.left
 
-    def take(self, name: str, *shape: int | None) -> _Taken:
-        """Remove and return a tensor, whose shape must be `shape` (None: any size)."""
-        if name not in self._left:
-            raise CheckpointError(f"tensor {name!r} is missing; {SUPPORTED}")
-        tensor = self._left.pop(name)
-        if tensor.dtype not in HELD_AS:
-            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}; {SUPPORTED}")
-        if tensor.dim() != len(shape) or any(
-            want not in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
-        ):
-            wanted = ", ".join("*" if size is None else str(size) for size in shape)
-            raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, but the other tensors require"
-                f" [{wanted}]; {SUPPORTED}"
-            )
-        size = tuple(tensor.shape)
+    def part(self, name: str, *shape: int | None) -> _Taken:
+        """Take a tensor (see `take`) as it is stored."""
+        size = self.take(name, *shape).shape
         return _Taken(name, size, size)
 
     def layers(self) -> int:
         """Return the number of layers, from the tensors' names."""
-        found = (re.match(rf"layers\.({_INDEX})\.", name) for name in self._left)
+        found = (re.match(rf"layers\.({_INDEX})\.", name) for name in self.left)
         return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def modules(self, prefix: str) -> list[str]:
@@ -131,19 +116,10 @@ class _Source:
         """
         names = [
             name.removesuffix(".weight")
-            for name in self._left
+            for name in self.left
             if name.startswith(f"{prefix}.") and name.endswith(".weight")
         ]
         return sorted(names, key=lambda name: [int(part) for part in re.findall(_INDEX, name)])
-
-    def finish(self) -> None:
-        """Raise CheckpointError if tensors are left."""
-        if self._left:
-            named = [f"{name!r} {list(tensor.shape)}" for name, tensor in self._left.items()]
-            more = f" (and {len(named) - 3} more)" if len(named) > 3 else ""
-            raise CheckpointError(
-                f"tensor {', '.join(named[:3])}{more} is not part of a known layout; {SUPPORTED}"
-            )
 
 
 def _refuse_other_models(weights: Mapping[str, Tensor]) -> None:
@@ -164,9 +140,9 @@ def _layer(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     conv = source.modules(f"{prefix}.0")
     if conv:
         depthwise, pointwise = _two(conv, f"{prefix}.0", "depthwise, pointwise convolution")
-        taps = source.take(f"{depthwise}.weight", width, 1, None)
+        taps = source.part(f"{depthwise}.weight", width, 1, None)
         layer["conv.weight"] = taps.of_shape(width, taps.shape[2])
-        mix = source.take(f"{pointwise}.weight", width, width, 1)
+        mix = source.part(f"{pointwise}.weight", width, width, 1)
         layer["conv.pointwise.weight"] = mix.of_shape(width, width)
         _take_bias(source, depthwise, width, layer, "conv.bias")
         _take_bias(source, pointwise, width, layer, "conv.pointwise.bias")
@@ -176,9 +152,9 @@ def _layer(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     if mlp:
         up, down = _two(mlp, f"{prefix}.4", "linear maps up and down")
         layer["mlp.norm.weight"] = mlp_norm
-        layer["mlp.up.weight"] = source.take(f"{up}.weight", None, width)
+        layer["mlp.up.weight"] = source.part(f"{up}.weight", None, width)
         hidden = layer["mlp.up.weight"].shape[0]
-        layer["mlp.down.weight"] = source.take(f"{down}.weight", width, hidden)
+        layer["mlp.down.weight"] = source.part(f"{down}.weight", width, hidden)
         _take_bias(source, up, hidden, layer, "mlp.up.bias")
         _take_bias(source, down, width, layer, "mlp.down.bias")
     return layer
@@ -187,14 +163,14 @@ def _layer(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
 def _cell(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     names = [f"{prefix}.{name}" for name in _PROJECTIONS]
     projection = next((name for name in names if f"{name}.weight" in source), names[0])
-    fused = source.take(f"{projection}.weight", None, width)
+    fused = source.part(f"{projection}.weight", None, width)
     cell: dict[str, _Taken] = {}
     inner = width
     # Only a minLM of expansion 1 has no out projection. Its minLSTM has a projection name of its
     # own, so three times the width under the shared name is a minGRU without its to_out.
     shared_name = projection == names[0]
     if f"{prefix}.to_out.weight" in source or (shared_name and fused.shape[0] != 2 * width):
-        cell["out.weight"] = source.take(f"{prefix}.to_out.weight", width, None)
+        cell["out.weight"] = source.part(f"{prefix}.to_out.weight", width, None)
         inner = cell["out.weight"].shape[1]
         _take_bias(source, f"{prefix}.to_out", width, cell, "out.bias")
     gates = (2, 3) if shared_name else (3,)
@@ -209,7 +185,7 @@ def _cell(source: _Source, prefix: str, width: int) -> dict[str, _Taken]:
     if "gates.bias" in cell:
         cell["gates.bias"] = replace(cell["gates.bias"], change=candidate_last)
     if f"{prefix}.init_hidden_state" in source:
-        cell["initial"] = source.take(f"{prefix}.init_hidden_state", inner)
+        cell["initial"] = source.part(f"{prefix}.init_hidden_state", inner)
     return {f"cell.{name}": tensor for name, tensor in cell.items()}
 
 
@@ -230,7 +206,7 @@ def _take_bias(
     source: _Source, module: str, size: int, target: dict[str, _Taken], name: str
 ) -> None:
     if f"{module}.bias" in source:
-        target[name] = source.take(f"{module}.bias", size)
+        target[name] = source.part(f"{module}.bias", size)
 
 
 def _norm(source: _Source, prefix: str, width: int) -> _Taken:
@@ -240,8 +216,8 @@ def _norm(source: _Source, prefix: str, width: int) -> _Taken:
     BorealisAI/minRNNs descends, has a gamma and multiplies by gamma + 1.
     """
     if f"{prefix}.gamma" in source:
-        return replace(source.take(f"{prefix}.gamma", width), change=_plus_one)
-    return source.take(f"{prefix}.weight", width)
+        return replace(source.part(f"{prefix}.gamma", width), change=_plus_one)
+    return source.part(f"{prefix}.weight", width)
 
 
 def _plus_one(gamma: Tensor) -> Tensor:

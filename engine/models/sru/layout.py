@@ -28,7 +28,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.models.family import StoredTensor, WeightMap
 from engine.models.gated_rnn import layouts
 from engine.models.sru.config import SruConfig
-from engine.models.state_dict_source import StateDictSource
+from engine.models.state_dict_source import LanguageModelSource
 from engine.models.state_dicts import HELD_AS
 from engine.ops.sru import planes_of
 
@@ -248,11 +248,11 @@ def _scale(source: _Source, layers: list[_Names]) -> float:
     return values.pop() if values else 1.0
 
 
-class _Source(StateDictSource):
+class _Source(LanguageModelSource):
     """A state dict with the layers of an SRU."""
 
     def __init__(self, stored: Mapping[str, Tensor]) -> None:
-        super().__init__(stored, embeddings=EMBEDDINGS, heads=HEADS, supported=SUPPORTED)
+        super().__init__(stored, SUPPORTED, embeddings=EMBEDDINGS, heads=HEADS)
         for name in stored:
             for part, reason in _REFUSED.items():
                 if part in f".{name}":
